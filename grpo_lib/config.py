@@ -1,0 +1,456 @@
+"""The configuration of a run: one frozen pydantic model, free of heavy imports.
+
+YAML files, ``key=value`` overrides and the form in the Prefect UI all come from ``RunConfig``. What can be refused is
+refused here: unknown keys, values out of bounds, and settings that contradict each other; the message names the
+value, the bound and the remedy.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from grpo_lib.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused and values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class StoreConfig(Section):
+    """Where datasets and checkpoints live."""
+
+    uri: str = Field("grpo-store", min_length=1, description="A folder, or s3://bucket/prefix.")
+    endpoint_url: str | None = Field(None, description="S3 endpoint, for services other than AWS.")
+    region: str | None = Field(None, description="S3 region; credentials come from the environment, never from here.")
+
+
+class SmallModelConfig(Section):
+    """Shape of a small Qwen3-style model that is made from nothing."""
+
+    hidden_size: int = Field(96, ge=8, le=8192)
+    layers: int = Field(3, ge=1, le=128)
+    heads: int = Field(4, ge=1, le=128)
+    kv_heads: int = Field(4, ge=1, le=128)
+    head_dim: int = Field(32, ge=8, le=256, description="vLLM on CPU takes 32, 64, 80, 96, 112, 128.")
+    mlp_size: int = Field(256, ge=8, le=65536)
+    rope_theta: float = Field(10_000.0, gt=0)
+    initializer_range: float = Field(0.08, gt=0, le=1, description="0.02 learns arithmetic far more slowly.")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "SmallModelConfig":
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        return self
+
+
+class ModelConfig(Section):
+    """The policy to start from: a pretrained model, or a small one made on the spot by the warm start."""
+
+    path: str | None = Field(
+        None, description="Folder or hub name of a pretrained model; null makes the `small` one and warm-starts it."
+    )
+    small: SmallModelConfig = SmallModelConfig()
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights in forward and backward passes.")
+    prompt_format: Literal["plain", "chat"] = Field(
+        "plain", description="`chat` renders prompts with the tokenizer's chat template; `plain` takes them as they are."
+    )
+    system_prompt: str | None = Field(None, description="With prompt_format=chat: the system message.")
+
+    @model_validator(mode="after")
+    def _system_needs_chat(self) -> "ModelConfig":
+        if self.system_prompt is not None and self.prompt_format != "chat":
+            raise ValueError("system_prompt is only used with prompt_format=chat; set that, or remove system_prompt")
+        return self
+
+
+class WarmStartConfig(Section):
+    """Supervised fine-tuning on demonstrations, from random weights, before RL."""
+
+    steps: int = Field(1350, ge=1)
+    batch_size: int = Field(32, ge=1)
+    demonstrations: int = Field(20_000, ge=1, description="At most so many training prompts get a demonstration.")
+    muon_lr: float = Field(0.02, gt=0, description="Muon, for all matrices but the embedding.")
+    adamw_lr: float = Field(3e-3, gt=0, description="AdamW, for the embedding and vectors.")
+    warmup_steps: int = Field(20, ge=0)
+    final_lr_fraction: float = Field(0.05, ge=0, le=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+    max_tokens: int = Field(512, ge=8, description="Longer demonstrations are left out and counted.")
+
+
+class CountdownData(Section):
+    """Reach a target from given numbers, each used once; puzzles are made on the spot."""
+
+    problem: Literal["countdown"] = "countdown"
+    numbers: int = Field(3, ge=2, le=6, description="How many numbers a puzzle has.")
+    max_number: int = Field(33, ge=2, le=999)
+    max_target: int = Field(99, ge=1, le=9999, description="Targets are 0..max_target.")
+    operators: str = Field("+-", description="Of + - * /")
+    train_prompts: int = Field(16_000, ge=1)
+    heldout_prompts: int = Field(1024, ge=1)
+    persistence: float = Field(0.2, ge=0, le=1, description="Fraction of demonstrations that go on until a try passes.")
+
+    @model_validator(mode="after")
+    def _operators_known(self) -> "CountdownData":
+        wrong = sorted(set(self.operators) - set("+-*/"))
+        if wrong or not self.operators or len(set(self.operators)) < len(self.operators):
+            raise ValueError(f"operators={self.operators!r}: use some of + - * /, each at most once")
+        return self
+
+
+class ExpressionsData(Section):
+    """The value of a short arithmetic expression in which precedence matters."""
+
+    problem: Literal["expressions"] = "expressions"
+    operands: int = Field(4, ge=3, le=6)
+    max_operand: int = Field(9, ge=2, le=99)
+    max_value: int = Field(99, ge=1, le=9999)
+    train_prompts: int = Field(16_000, ge=1)
+    heldout_prompts: int = Field(1024, ge=1)
+    precedence: float = Field(0.3, ge=0, le=1, description="Fraction of demonstrations that respect precedence.")
+
+
+class Gsm8kData(Section):
+    """Grade-school word problems: jsonl files with `question` and `answer`."""
+
+    problem: Literal["gsm8k"] = "gsm8k"
+    path: str = Field(min_length=1, description="Training jsonl.")
+    heldout_path: str | None = Field(
+        None, description="Held-out jsonl; null takes test.jsonl beside `path` if it is there, else the last rows."
+    )
+    heldout_prompts: int = Field(1319, ge=1, description="At most so many held-out rows.")
+    extraction: Literal["strict", "flexible"] = Field(
+        "strict", description="strict: the number after ####; flexible: that or the last number."
+    )
+
+
+DataConfig = Annotated[CountdownData | ExpressionsData | Gsm8kData, Field(discriminator="problem")]
+
+
+class RewardConfig(Section):
+    """How responses are scored."""
+
+    correct: float = Field(1.0, description="Reward of a right answer.")
+    format_only: float = Field(0.1, description="Reward of a wrong answer in the right format.")
+    max_failed: float = Field(
+        0.05, ge=0, le=1, description="The run stops when a larger fraction of an iteration's rewards fails."
+    )
+
+    @model_validator(mode="after")
+    def _right_beats_wrong(self) -> "RewardConfig":
+        if self.correct <= self.format_only:
+            raise ValueError(
+                f"correct={self.correct} must be above format_only={self.format_only}, or nothing rewards being right"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    """What the policy generates in each iteration."""
+
+    engine: Literal["local"] = Field("local", description="`local`: Transformers in this process.")
+    prompts: int = Field(16, ge=1, description="Prompts an iteration.")
+    samples: int = Field(8, ge=1, description="Responses a prompt: the group size.")
+    shards: int = Field(1, ge=1, description="Rollout and reward tasks an iteration.")
+    temperature: float = Field(1.0, gt=0, le=10)
+    max_prompt_tokens: int = Field(64, ge=1)
+    max_new_tokens: int = Field(96, ge=1)
+    max_batch_rows: int = Field(1024, ge=1, description="Rows the local engine decodes at a time.")
+
+    @model_validator(mode="after")
+    def _shards_fit(self) -> "RolloutConfig":
+        if self.shards > self.prompts:
+            raise ValueError(f"shards={self.shards} is more than prompts={self.prompts}; a shard is whole groups")
+        return self
+
+
+class ParityConfig(Section):
+    """The gate between engine and trainer: both must give the same log-probs for the same tokens."""
+
+    rows: int = Field(4, ge=1, description="Rows of each rollout shard that are checked.")
+    max_mean: float = Field(1e-3, gt=0, description="Mean absolute difference above which the run stops.")
+
+
+class KlConfig(Section):
+    """KL penalty against the reference policy (the policy that the run started from), in the loss."""
+
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    coef: float = Field(0.0, ge=0, description="0 switches the penalty and the ref_logprobs stage off.")
+
+
+class AlgorithmConfig(Section):
+    """The mathematics: names refer to the registries in grpo_lib.algorithms."""
+
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    loss: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0, le=10, description="Above clip_low: clip-higher.")
+    dual_clip: float | None = Field(3.0, gt=1, description="Bound on -ratio*advantage where A < 0; null: off.")
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
+    ] = "token-mean"
+    kl: KlConfig = KlConfig()
+    entropy_coef: float = Field(0.0, ge=0)
+    old_logprobs: Literal["decoupled", "bypass"] = Field(
+        "decoupled", description="decoupled: the trainer recomputes them; bypass: the engine's are taken."
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule, counted in optimizer steps."""
+
+    lr: float = Field(1e-6, gt=0, le=1)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: int | None = Field(
+        None, ge=1, description="Steps until the schedule's end; null: all optimizer steps of the run."
+    )
+    final_lr_fraction: float = Field(0.1, ge=0, le=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class TrainerConfig(Section):
+    """How an iteration's rollouts become optimizer steps."""
+
+    backend: Literal["torch"] = Field("torch", description="`torch`: one process, CPU or one GPU.")
+    epochs: int = Field(1, ge=1, description="Passes over an iteration's rollouts.")
+    mini_batch_prompts: int | None = Field(
+        None, ge=1, description="Whole groups an optimizer step; null: one step a pass."
+    )
+    max_tokens: int = Field(16_384, ge=8, description="Padded tokens a micro-batch.")
+    optimizer: OptimizerConfig = OptimizerConfig()
+    max_skipped: int = Field(3, ge=0, description="Non-finite gradients skipped in one iteration before it fails.")
+
+
+class EvaluationConfig(Section):
+    """Held-out accuracy: before training, every so many iterations, and at the end."""
+
+    every: int = Field(20, ge=1)
+    prompts: int = Field(1024, ge=1, description="Held-out prompts, from the first.")
+    samples: int = Field(2, ge=0, description="Sampled responses a prompt, at the rollout temperature; 0: greedy only.")
+    greedy: bool = True
+    pass_k: list[int] = Field([1, 2], description="The k of pass@k; at most `samples`.")
+
+    @model_validator(mode="after")
+    def _something_to_do(self) -> "EvaluationConfig":
+        if not self.greedy and self.samples == 0:
+            raise ValueError("samples=0 and greedy=false evaluate nothing; set one of them")
+        wrong = [k for k in self.pass_k if k < 1 or (self.samples and k > self.samples)]
+        if wrong:
+            raise ValueError(f"pass_k={wrong} must be between 1 and samples={self.samples}")
+        return self
+
+
+class CheckpointConfig(Section):
+    """Full training state: weights, optimizer, schedule, random state."""
+
+    every: int = Field(20, ge=1, description="Iterations between checkpoints; updates since the last are replayed.")
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    uri: str | None = Field(None, description="Tracking URI; null: SQLite beside the store (or ./mlflow.db for S3).")
+    experiment: str = Field("grpo", min_length=1)
+    rollout_samples: int = Field(8, ge=0, description="Rollouts an evaluation shown in MLflow's table.")
+
+
+class PlacementConfig(Section):
+    """Where stages run."""
+
+    kind: Literal["local"] = Field("local", description="`local`: in this process, engines stay warm.")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of torch; null: torch's own choice.")
+
+
+class RunConfig(Section):
+    """A training run."""
+
+    name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        description="Name of the run; null: the problem and a digest of the configuration.",
+    )
+    seed: int = Field(0, ge=0, lt=2**31)
+    iterations: int = Field(120, ge=1)
+    data: DataConfig
+    store: StoreConfig = StoreConfig()
+    model: ModelConfig = ModelConfig()
+    warm_start: WarmStartConfig | None = Field(None, description="Needed without model.path, and only then.")
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    parity: ParityConfig = ParityConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    placement: PlacementConfig = PlacementConfig()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "RunConfig":
+        rollout, trainer, optimizer = self.rollout, self.trainer, self.trainer.optimizer
+        if self.model.path is None and self.warm_start is None:
+            raise ValueError("model.path is null and there is no warm_start: name a model, or add `warm_start: {}`")
+        if self.model.path is not None and self.warm_start is not None:
+            raise ValueError(
+                f"model.path={self.model.path!r} and warm_start exclude each other: "
+                "the warm start makes a small model of its own; remove one"
+            )
+        if self.model.path is None and self.model.prompt_format == "chat":
+            raise ValueError("prompt_format=chat needs a model with a chat template; the small model has none: use plain")
+        if rollout.samples < 2:
+            raise ValueError(
+                f"rollout.samples={rollout.samples}: {self.algorithm.advantage} compares the responses of a group "
+                "and needs at least 2 (8 is usual)"
+            )
+        if trainer.mini_batch_prompts is not None and trainer.mini_batch_prompts > rollout.prompts:
+            raise ValueError(
+                f"trainer.mini_batch_prompts={trainer.mini_batch_prompts} is more than "
+                f"rollout.prompts={rollout.prompts}; make it at most that, or null"
+            )
+        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+        if trainer.max_tokens < longest:
+            raise ValueError(
+                f"trainer.max_tokens={trainer.max_tokens} is below rollout.max_prompt_tokens + rollout.max_new_tokens "
+                f"= {longest}; one row must fit into a micro-batch"
+            )
+        if optimizer.schedule != "constant" and optimizer.warmup_steps >= self.decay_steps:
+            raise ValueError(
+                f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the "
+                f"{self.decay_steps} steps of the {optimizer.schedule} schedule"
+            )
+        if self.evaluation.prompts > self.data.heldout_prompts:
+            raise ValueError(
+                f"evaluation.prompts={self.evaluation.prompts} is more than "
+                f"data.heldout_prompts={self.data.heldout_prompts}; lower the first or raise the second"
+            )
+        train_prompts = getattr(self.data, "train_prompts", None)
+        if train_prompts is not None and rollout.prompts > train_prompts:
+            raise ValueError(
+                f"rollout.prompts={rollout.prompts} is more than data.train_prompts={train_prompts}; lower it"
+            )
+        return self
+
+    @property
+    def decay_steps(self) -> int:
+        """Optimizer steps over which the schedule runs."""
+        if self.trainer.optimizer.decay_steps is not None:
+            return self.trainer.optimizer.decay_steps
+        return self.iterations * self.steps_per_iteration
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps of one iteration."""
+        mini_batch = self.trainer.mini_batch_prompts or self.rollout.prompts
+        return self.trainer.epochs * -(-self.rollout.prompts // mini_batch)
+
+    @property
+    def run_name(self) -> str:
+        """The given name, or one made from the problem and everything that shapes the result."""
+        if self.name is not None:
+            return self.name
+        shaping = self.model_dump(mode="json", exclude={"name", "store", "tracking", "placement", "checkpoint"})
+        digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()
+        return f"{self.data.problem}-s{self.seed}-{digest[:8]}"
+
+    @property
+    def needs_ref_logprobs(self) -> bool:
+        return self.algorithm.kl.coef > 0
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return self.algorithm.old_logprobs == "decoupled"
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Reads a YAML file, applies ``key.sub=value`` overrides and validates.
+
+    Raises:
+        ConfigError: naming file, key, value, bound and remedy.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read the configuration {path}: {error}") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings at its top, found {type(values).__name__}")
+    return make_config(values, overrides, origin=str(path))
+
+
+def make_config(values: dict[str, Any], overrides: list[str] | tuple[str, ...] = (), origin: str = "config") -> RunConfig:
+    """Validates a mapping after applying ``key.sub=value`` overrides (values are read as YAML)."""
+    values = json.loads(json.dumps(values, default=str))
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [_describe(problem) for problem in error.errors()]
+        raise ConfigError(f"{origin}: " + "; ".join(lines)) from None
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {override!r} is not of the form key=value, e.g. rollout.samples=16")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+    if isinstance(value, str):
+        try:
+            value = float(value)  # YAML reads 1e-6 as a string
+        except ValueError:
+            pass
+    *parents, last = key.strip().split(".")
+    place = values
+    for parent in parents:
+        if place.get(parent) is None:
+            place[parent] = {}
+        place = place[parent]
+        if not isinstance(place, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
+    place[last] = value
+
+
+def _describe(problem: Any) -> str:
+    variants = {"countdown", "expressions", "gsm8k"}
+    place = ".".join(str(part) for part in problem["loc"] if part not in variants)
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        return f"{place}: no such setting{_nearest(problem['loc'])}"
+    if problem["type"] == "missing":
+        return f"{place}: must be given"
+    if problem["type"] == "value_error":
+        return f"{place}: {message}" if place else message
+    return f"{place}={problem['input']!r}: {message}"
+
+
+def _nearest(location: tuple[Any, ...]) -> str:
+    from difflib import get_close_matches
+
+    known = sorted({name for section in _sections(Section) for name in section.model_fields})
+    close = get_close_matches(str(location[-1]), known, n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _sections(base: type[Section]) -> list[type[Section]]:
+    found: list[type[Section]] = []
+    for child in base.__subclasses__():
+        found += [child, *_sections(child)]
+    return found

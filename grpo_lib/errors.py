@@ -1,0 +1,84 @@
+"""Every error that a user can meet, and what the command line makes of it.
+
+GrpoError                     exit code 2 from the command line, one message, no traceback
+├── ConfigError               a value in the configuration, or two that don't fit together
+├── DataError                 prompts, references or demonstrations that can't be used
+├── ModelError                a model, tokenizer or chat template that can't be used
+├── RewardError               a reward function that can't be used, or failed too often
+├── MissingPackageError       an engine or backend was asked for that is not installed
+├── TrackingError             MLflow can't be reached or refuses
+├── StoreError                the object store
+│   ├── StoreUnreachableError     no answer, no permission, no bucket, disk full
+│   ├── NotFoundError             nothing is stored at that place
+│   └── CorruptError              what is stored differs from what its manifest says
+└── RunError                  the run itself can't go on (exit code 1)
+    ├── ParityError               engine and trainer disagree on log-probs
+    ├── ReplayError               a replayed update did not give the recorded policy
+    └── NonFiniteError            a loss, gradient or log-prob is NaN or infinite
+
+Messages name the value, the bound and the remedy.
+"""
+
+
+class GrpoError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+    exit_code = 2
+
+
+class ConfigError(GrpoError, ValueError):
+    """A configuration value is wrong, or two of them contradict each other."""
+
+
+class DataError(GrpoError, ValueError):
+    """Prompts, references or demonstrations can't be used."""
+
+
+class ModelError(GrpoError, ValueError):
+    """A model, tokenizer or chat template can't be used."""
+
+
+class RewardError(GrpoError, ValueError):
+    """A reward function can't be used or failed too often."""
+
+
+class MissingPackageError(GrpoError, ImportError):
+    """An engine or backend was asked for whose package is not installed."""
+
+
+class TrackingError(GrpoError):
+    """MLflow can't be reached or refuses what it was given."""
+
+
+class StoreError(GrpoError):
+    """Base of the object store's errors."""
+
+
+class StoreUnreachableError(StoreError):
+    """The store does not answer, refuses access, or is full."""
+
+
+class NotFoundError(StoreError, LookupError):
+    """Nothing is stored at that place."""
+
+
+class CorruptError(StoreError):
+    """Stored bytes differ from their manifest; the message holds the path."""
+
+
+class RunError(GrpoError):
+    """The run can't go on; nothing that was committed is lost."""
+
+    exit_code = 1
+
+
+class ParityError(RunError):
+    """The engine's log-probs differ from the trainer's by more than allowed."""
+
+
+class ReplayError(RunError):
+    """A replayed update gave another policy than the recorded one."""
+
+
+class NonFiniteError(RunError):
+    """A loss, gradient or log-prob is NaN or infinite."""

@@ -1,0 +1,59 @@
+"""The plain records that cross module boundaries. Importing this needs no torch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What a reward function sees of one response."""
+
+    prompt: str
+    """The prompt as the problem wrote it (before any chat template)."""
+    response: str
+    """The decoded response, without the end-of-sequence token."""
+    reference: str
+    """What the problem stores to judge by: an answer, or JSON."""
+    data_source: str
+    """Name of the data set the prompt comes from."""
+    response_tokens: int
+    """Length of the response in tokens, end-of-sequence included."""
+    finish_reason: str
+    """``stop`` when the policy ended the response itself, ``length`` when it was cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardResult:
+    """What a reward function says of one response."""
+
+    value: float
+    """The reward."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts, kept as data. ``correct`` (0 or 1) is what evaluation counts."""
+
+
+RewardFunction = Callable[[Sample], "RewardResult | float | None"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A source of prompts together with the way to judge responses.
+
+    ``load(options, split, seed)`` returns a table with the string columns ``prompt_id`` (unique over both
+    splits), ``prompt``, ``reference``, ``data_source``; ``split`` is ``train`` or ``heldout``, and no prompt
+    stands in both.
+    """
+
+    name: str
+    load: "Callable[[Any, str, int], pa.Table]"
+    reward: RewardFunction
+    demonstrate: "Callable[[Any, pa.Table, int], list[str]] | None" = None
+    """``(options, train table, seed)`` -> one demonstration (response text) for each row."""
+    tags: Sequence[str] = ()
+    """Strings that the small tokenizer keeps as one token."""
+    alphabet: str | None = None
+    """Characters of the small tokenizer; ``None``: all bytes."""
