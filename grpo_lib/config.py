@@ -9,9 +9,10 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from grpo_lib.errors import ConfigError
 
@@ -22,11 +23,24 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def _no_credentials(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.password is not None:
+        raise ValueError(
+            f"the URL of {parts.hostname} holds a password, which would end up in manifests and MLflow; "
+            "take it out and set it in the environment (MLFLOW_TRACKING_PASSWORD, PGPASSWORD, AWS_SECRET_ACCESS_KEY)"
+        )
+    return url
+
+
+UrlWithoutSecrets = Annotated[str, AfterValidator(_no_credentials)]
+
+
 class StoreConfig(Section):
     """Where datasets and checkpoints live."""
 
     uri: str = Field("grpo-store", min_length=1, description="A folder, or s3://bucket/prefix.")
-    endpoint_url: str | None = Field(None, description="S3 endpoint, for services other than AWS.")
+    endpoint_url: UrlWithoutSecrets | None = Field(None, description="S3 endpoint, for services other than AWS.")
     region: str | None = Field(None, description="S3 region; credentials come from the environment, never from here.")
 
 
@@ -259,7 +273,7 @@ class CheckpointConfig(Section):
 class TrackingConfig(Section):
     """MLflow."""
 
-    uri: str | None = Field(None, description="Tracking URI; null: SQLite beside the store (or ./mlflow.db for S3).")
+    uri: UrlWithoutSecrets | None = Field(None, description="Tracking URI; null: SQLite beside the store (or ./mlflow.db for S3).")
     experiment: str = Field("grpo", min_length=1)
     rollout_samples: int = Field(8, ge=0, description="Rollouts an evaluation shown in MLflow's table.")
 

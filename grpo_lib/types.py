@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from grpo_lib.config import RewardConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -50,7 +52,8 @@ class Problem:
 
     name: str
     load: "Callable[[Any, str, int], pa.Table]"
-    reward: RewardFunction
+    make_reward: "Callable[[Any, RewardConfig], RewardFunction]"
+    """``(options, reward settings)`` -> the function that judges one response."""
     demonstrate: "Callable[[Any, pa.Table, int], list[str]] | None" = None
     """``(options, train table, seed)`` -> one demonstration (response text) for each row."""
     tags: Sequence[str] = ()

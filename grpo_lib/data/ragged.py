@@ -117,6 +117,4 @@ def group_statistics(values: Tensor, group_ids: Tensor) -> GroupStatistics:
     std = (squares / (size - 1).clamp(min=1)).sqrt()
     highest = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values, "amax")
     lowest = values.new_full((groups,), torch.inf).scatter_reduce(0, group, values, "amin")
-    return GroupStatistics(
-        size=size[group], mean=mean[group], std=std[group], constant=(highest == lowest)[group]
-    )
+    return GroupStatistics(size=size[group], mean=mean[group], std=std[group], constant=(highest == lowest)[group])

@@ -1,0 +1,91 @@
+"""The training run: every stage of every iteration is a task that commits one dataset."""
+
+from prefect import flow
+from prefect.futures import PrefectFuture
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from flows.report import RunReport, report
+from grpo_lib.config import RunConfig
+from grpo_lib.preflight import check_surroundings, data_digests, model_digests
+from grpo_lib.progress import progress
+from grpo_lib.run import Run, open_run
+from grpo_lib.storage.stages import ArtifactRef
+from tasks.advantage import advantage
+from tasks.dataset import dataset
+from tasks.evaluate import evaluate
+from tasks.logprobs import old_logprobs, ref_logprobs
+from tasks.policy import pretrained, warm_start
+from tasks.prompts import prompts
+from tasks.publish import publish
+from tasks.reward import reward
+from tasks.rollout import rollout
+from tasks.update import checkpoint, update
+
+Publications = list["PrefectFuture[ArtifactRef]"]
+
+
+def flow_run_name() -> str:
+    from prefect.runtime import flow_run
+
+    return f"train {flow_run.get_parameters()['config'].run_name}"
+
+
+@flow(name="train", flow_run_name=flow_run_name, task_runner=ThreadPoolTaskRunner(max_workers=16))  # type: ignore[arg-type]
+def train(config: RunConfig) -> RunReport:
+    """Trains a policy with GRPO. A stage that is committed already is not run again: run the flow again to resume."""
+    check_surroundings(config)
+    run = open_run(config)
+    data, initial = start(run)
+    published = [publish.submit(run, None, [data, initial])]
+    before = evaluate(run, 0, data, initial)
+    published.append(publish.submit(run, 0, [before]))
+    policy = initial
+    for k in range(config.iterations):
+        progress().stage_advanced("iteration", None, k, config.iterations, 0)
+        policy = iterate(run, k, data, initial, policy, published)
+        done = k + 1
+        if done % config.checkpoint.every == 0 or done == config.iterations:
+            published.append(publish.submit(run, k, [checkpoint(run, k, policy)]))
+        if done % config.evaluation.every == 0 or done == config.iterations:
+            published.append(publish.submit(run, done, [evaluate(run, done, data, policy)]))
+    progress().stage_advanced("iteration", None, config.iterations, config.iterations, 0)
+    results(published)
+    return report(run)
+
+
+def start(run: Run) -> tuple[ArtifactRef, ArtifactRef]:
+    """The run's prompts and the policy that it starts from."""
+    data = dataset(run, None, external=data_digests(run.config))
+    if run.config.model.path is None:
+        return data, warm_start(run, None, data)
+    return data, pretrained(run, None, external=model_digests(run.config))
+
+
+def iterate(
+    run: Run, k: int, data: ArtifactRef, initial: ArtifactRef, policy: ArtifactRef, published: Publications
+) -> ArtifactRef:
+    """One iteration: policy k to policy k+1."""
+    config = run.config
+    asked = prompts(run, k, data)
+    rollouts = [rollout(run, k, asked, policy, shard=shard) for shard in range(config.rollout.shards)]
+
+    # Side by side: none of the three needs another.
+    rewards = [reward.submit(run, k, asked, made, shard=shard) for shard, made in enumerate(rollouts)]
+    old = old_logprobs.submit(run, k, asked, rollouts, policy) if config.needs_old_logprobs else None
+    ref = ref_logprobs.submit(run, k, asked, rollouts, initial) if config.needs_ref_logprobs else None
+    scores = results(rewards)
+    old_scores, ref_scores = (future.result() if future is not None else None for future in (old, ref))
+
+    advantages = advantage(run, k, rollouts, scores)
+    updated = update(run, k, policy, asked, rollouts, old_scores, ref_scores, advantages)
+
+    stages = [asked, *rollouts, *scores, old_scores, ref_scores, advantages, updated]
+    published.append(publish.submit(run, k, [each for each in stages if each is not None]))
+    return updated
+
+
+def results(futures: Publications) -> list[ArtifactRef]:
+    """Waits for all, then raises the first failure if there is one."""
+    for future in futures:
+        future.wait()
+    return [future.result() for future in futures]

@@ -1,0 +1,102 @@
+"""The Arrow schema of every dataset that a stage commits.
+
+A stage adds columns and never copies those of another: rows of the stages of one iteration join by position, and
+``rollout_id`` proves it. Token ids from the engine are the truth; text is for people and rewards.
+"""
+
+import pyarrow as pa
+
+TOKENS = pa.list_(pa.int32())
+FLOATS = pa.list_(pa.float32())
+MASK = pa.list_(pa.uint8())
+
+DATASET = pa.schema(
+    {
+        "prompt_id": pa.string(),
+        "split": pa.string(),  # train | heldout
+        "prompt": pa.string(),  # as the problem wrote it
+        "prompt_ids": TOKENS,  # as the policy reads it: chat template applied
+        "reference": pa.string(),
+        "data_source": pa.string(),
+        "demonstration": pa.string(),  # a response to learn from, where the data set brings one
+    }
+)
+
+PROMPTS = pa.schema(
+    {
+        "prompt_id": pa.string(),
+        "dataset_row": pa.int64(),  # row in the dataset's split
+        "epoch": pa.int32(),
+        "prompt": pa.string(),
+        "prompt_ids": TOKENS,
+        "reference": pa.string(),
+        "data_source": pa.string(),
+    }
+)
+
+ROLLOUTS = pa.schema(
+    {
+        "rollout_id": pa.string(),  # iteration-prompt-sample
+        "prompt_row": pa.int32(),  # row in the iteration's prompts
+        "group_id": pa.int64(),
+        "response_ids": TOKENS,
+        "response_mask": MASK,  # 1: produced by the policy
+        "rollout_logprobs": FLOATS,  # of the sampling distribution
+        "finish_reason": pa.string(),  # stop | length
+        "seed": pa.int64(),
+        "temperature": pa.float32(),
+        "policy_version": pa.int32(),
+        "weights_digest": pa.string(),  # of what the engine held
+        "text": pa.string(),
+    }
+)
+
+REWARDS = pa.schema(
+    {
+        "rollout_id": pa.string(),
+        "value": pa.float64(),  # null: could not be computed
+        "reason": pa.string(),  # why it is null
+        "components": pa.map_(pa.string(), pa.float64()),
+    }
+)
+
+OLD_LOGPROBS = pa.schema({"rollout_id": pa.string(), "old_logprobs": FLOATS, "entropy": FLOATS})
+
+REF_LOGPROBS = pa.schema({"rollout_id": pa.string(), "ref_logprobs": FLOATS})
+
+ADVANTAGES = pa.schema(
+    {
+        "rollout_id": pa.string(),
+        "advantages": FLOATS,
+        "response_mask": MASK,  # after rows without a reward were taken out
+    }
+)
+
+UPDATES = pa.schema(
+    {
+        "optimizer_step": pa.int64(),
+        "epoch": pa.int32(),
+        "rows": pa.int32(),
+        "tokens": pa.int64(),
+        "metric": pa.map_(pa.string(), pa.float64()),
+    }
+)
+
+EVALUATION = pa.schema(
+    {
+        "prompt_id": pa.string(),
+        "data_source": pa.string(),
+        "mode": pa.string(),  # greedy | sampled
+        "sample": pa.int32(),
+        "prompt": pa.string(),
+        "text": pa.string(),
+        "reference": pa.string(),
+        "response_ids": TOKENS,
+        "finish_reason": pa.string(),
+        "value": pa.float64(),
+        "correct": pa.bool_(),
+        "reason": pa.string(),
+    }
+)
+
+METRICS = pa.schema({"name": pa.string(), "value": pa.float64(), "iteration": pa.int32(), "timestamp_ms": pa.int64()})

@@ -1,0 +1,107 @@
+"""Held-out accuracy of a policy: every sample as a dataset, and a summary overall and per data source."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from grpo_lib.algorithms.evaluation import pass_at_k, standard_error
+from grpo_lib.data.columns import list_array, ragged_column
+from grpo_lib.data.ragged import Ragged
+from grpo_lib.data.schemas import EVALUATION, TOKENS
+from grpo_lib.generation.base import Engine, Sampling
+from grpo_lib.generation.rollouts import decode, finish_reasons
+from grpo_lib.rewards.scoring import reward_table
+from grpo_lib.seeds import row_seeds
+from grpo_lib.types import RewardFunction
+
+
+def evaluate_mode(
+    engine: Engine,
+    prompts: pa.Table,
+    tokenizer: Any,
+    reward: RewardFunction,
+    *,
+    mode: str,
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    on_progress: Callable[[int, int, int], None] | None = None,
+) -> pa.Table:
+    """``samples`` judged responses to each held-out prompt, in one mode (``greedy`` or ``sampled``)."""
+    ids = ragged_column(prompts, "prompt_ids")
+    count = prompts.num_rows * samples
+    seeds = torch.from_numpy(row_seeds(seed, 0, count))
+    made = engine.generate(ids.values, ids.offsets, seeds, samples, sampling, on_progress)
+    responses = Ragged(values=made.response_ids, offsets=made.offsets)
+    prompt_row = np.repeat(np.arange(prompts.num_rows), samples)
+    generated = pa.table(
+        {
+            "rollout_id": pa.array(np.arange(count)).cast(pa.string()),
+            "prompt_row": pa.array(prompt_row),
+            "response_ids": list_array(responses, TOKENS),
+            "finish_reason": finish_reasons(made),
+            "text": pa.array(decode(tokenizer, responses)),
+        }
+    )
+    rewards, scores = reward_table(prompts, generated, reward)
+    correct = scores.components.get("correct", scores.values)
+    theirs = prompts.take(pa.array(prompt_row))
+    columns = {
+        "prompt_id": theirs.column("prompt_id"),
+        "data_source": theirs.column("data_source"),
+        "mode": pa.repeat(mode, count),
+        "sample": pa.array(np.tile(np.arange(samples, dtype=np.int32), prompts.num_rows)),
+        "prompt": theirs.column("prompt"),
+        "text": generated.column("text"),
+        "reference": theirs.column("reference"),
+        "response_ids": generated.column("response_ids"),
+        "finish_reason": generated.column("finish_reason"),
+        "value": rewards.column("value"),
+        "correct": pa.array([None if each is None else each >= 1.0 for each in correct], type=pa.bool_()),
+        "reason": rewards.column("reason"),
+    }
+    return pa.table(columns, schema=EVALUATION)
+
+
+def evaluation_summary(table: pa.Table, ks: Sequence[int]) -> dict[str, float]:
+    """Accuracy with its standard error over prompts, pass@k, reward, length and truncation; by mode and source.
+
+    Names are ``sampled_accuracy``, ``greedy_length_mean``, ``pass_at_2`` ...; with several sources also
+    ``<source>/sampled_accuracy`` ... Responses whose reward could not be computed are left out and counted.
+    """
+    summary = _of_rows(table, ks)
+    sources = pc.unique(table.column("data_source")).to_pylist()
+    if len(sources) > 1:
+        for source in sources:
+            rows = table.filter(pc.equal(table.column("data_source"), source))
+            summary |= {f"{source}/{name}": value for name, value in _of_rows(rows, ks).items()}
+    return summary
+
+
+def _of_rows(table: pa.Table, ks: Sequence[int]) -> dict[str, float]:
+    summary: dict[str, float] = {}
+    for mode in pc.unique(table.column("mode")).to_pylist():
+        rows = table.filter(pc.equal(table.column("mode"), mode))
+        lengths = pc.list_value_length(rows.column("response_ids"))
+        summary[f"{mode}_length_mean"] = float(pc.mean(lengths).as_py())
+        summary[f"{mode}_truncated_fraction"] = pc.mean(pc.equal(rows.column("finish_reason"), "length")).as_py()
+        judged = rows.filter(pc.is_valid(rows.column("correct")))
+        summary[f"{mode}_failed_fraction"] = 1 - judged.num_rows / rows.num_rows
+        if judged.num_rows == 0:
+            continue
+        summary[f"{mode}_reward_mean"] = pc.mean(judged.column("value")).as_py()
+        by_prompt = judged.group_by("prompt_id", use_threads=False).aggregate([("correct", "sum"), ("correct", "count")])
+        correct = by_prompt.column("correct_sum").to_numpy().astype(np.int64)
+        count = by_prompt.column("correct_count").to_numpy().astype(np.int64)
+        summary[f"{mode}_accuracy"] = float(correct.sum() / count.sum())
+        summary[f"{mode}_accuracy_se"] = standard_error(correct / count)
+        if mode == "sampled":
+            for k in ks:
+                enough = count >= k
+                if enough.any():
+                    summary[f"pass_at_{k}"] = float(pass_at_k(count[enough], correct[enough], k).mean())
+    return summary

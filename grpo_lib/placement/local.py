@@ -1,0 +1,215 @@
+"""Where stages run by default: in this process, on engines that stay warm between stages.
+
+``Workers`` holds a run's trainer, rollout engine and reference model, each made at first use. The trainer's state is
+always that of one committed policy, or unknown; asked for another it restores the nearest checkpoint and replays the
+committed updates since, whose digests must come out as recorded. So a rollout is never generated twice, and an
+update that failed half-way leaves nothing behind.
+"""
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_lib.data.ragged import Ragged
+from grpo_lib.errors import ReplayError
+from grpo_lib.generation.base import Engine
+from grpo_lib.generation.local import LocalEngine
+from grpo_lib.models import load_model, load_tokenizer
+from grpo_lib.placement.devices import torch_device
+from grpo_lib.progress import progress
+from grpo_lib.run import Run
+from grpo_lib.storage.keys import ConfigView
+from grpo_lib.storage.stages import ArtifactRef, InputRef, Manifest, stage_key
+from grpo_lib.training.checkpoints import CHECKPOINT
+from grpo_lib.training.microbatches import Sequences
+from grpo_lib.training.scoring import score
+from grpo_lib.training.torch_backend import TorchTrainer
+from grpo_lib.training.updates import UPDATE, run_update
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Workers:
+    """The warm engines of one run.
+
+    Args:
+        run: whose policies these are.
+        initial: the policy that the run starts from: a `warm_start` or `pretrained` artifact.
+    """
+
+    def __init__(self, run: Run, initial: ArtifactRef) -> None:
+        self._run = run
+        self._initial = initial
+        self._trainer_lock = threading.RLock()
+        self._engine_lock = threading.RLock()
+        self._reference_lock = threading.RLock()
+        self._held: str | None = None  # key of the policy artifact that the trainer holds
+        self.device = torch_device(run.config.placement.device)
+        if run.config.placement.threads is not None:
+            torch.set_num_threads(run.config.placement.threads)
+
+    @cached_property
+    def _folder(self) -> Path:
+        """Model and tokenizer files of the initial policy on this machine."""
+        manifest = self._run.stages.manifest(self._initial)
+        if manifest.stage == "pretrained":
+            return Path(str(manifest.summary["path"]))
+        self._temporary = tempfile.TemporaryDirectory(prefix="grpo-model-")
+        self._run.stages.download(self._initial, Path(self._temporary.name))
+        return Path(self._temporary.name)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(str(self._folder))
+
+    @cached_property
+    def _trainer(self) -> TorchTrainer:
+        config = self._run.config
+        trainer = TorchTrainer(
+            load_model(str(self._folder), torch.float32, str(self.device)),
+            config.trainer.optimizer,
+            decay_steps=config.decay_steps,
+            dtype=DTYPES[config.model.dtype],
+            max_tokens=config.trainer.max_tokens,
+        )
+        self._held = self._initial.key
+        self._check_digest(trainer, self._run.stages.manifest(self._initial))
+        return trainer
+
+    @cached_property
+    def _engine(self) -> LocalEngine:
+        model = load_model(str(self._folder), DTYPES[self._run.config.model.dtype], str(self.device))
+        return LocalEngine(
+            model,
+            eos_token_ids=eos_token_ids(model, self.tokenizer),
+            max_batch_rows=self._run.config.rollout.max_batch_rows,
+        )
+
+    @cached_property
+    def _reference(self) -> Any:
+        # float32 weights under autocast, like the trainer's: policy and reference are equal to the bit at the start.
+        return load_model(str(self._folder), torch.float32, str(self.device)).eval()
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        dtype = DTYPES[self._run.config.model.dtype]
+        return None if dtype == torch.float32 else dtype
+
+    def reference_logprobs(self, sequences: Sequences, temperature: float) -> Ragged:
+        """Log-probs of the responses under the frozen initial policy."""
+        with self._reference_lock:
+            max_tokens = self._run.config.trainer.max_tokens
+            logprobs, _ = score(
+                self._reference, sequences, temperature=temperature, max_tokens=max_tokens, autocast=self._autocast
+            )
+            return logprobs
+
+    @contextmanager
+    def trainer_at(self, policy: ArtifactRef) -> Iterator[TorchTrainer]:
+        """The trainer in the state of ``policy``, for one caller at a time."""
+        with self._trainer_lock:
+            trainer = self._trainer
+            if self._held != policy.key:
+                self._bring_to(trainer, policy)
+            yield trainer
+
+    @contextmanager
+    def training(self, policy: ArtifactRef, result_key: str) -> Iterator[TorchTrainer]:
+        """The trainer in the state of ``policy``, to be moved on to the policy of the update ``result_key``."""
+        with self.trainer_at(policy) as trainer:
+            self._held = None  # unknown until the body is through
+            yield trainer
+            self._held = result_key
+
+    @contextmanager
+    def engine_at(self, policy: ArtifactRef) -> Iterator[Engine]:
+        """The rollout engine holding the weights of ``policy``, for one caller at a time."""
+        with self._engine_lock:
+            expected = self._run.stages.manifest(policy).summary["policy_digest"]
+            if self._engine.digest() != expected:
+                with self.trainer_at(policy) as trainer:
+                    self._engine.load(trainer.weights())
+            yield self._engine
+
+    def _bring_to(self, trainer: TorchTrainer, policy: ArtifactRef) -> None:
+        """Restores the nearest state before ``policy`` and replays the committed updates up to it."""
+        stages = self._run.stages
+        node = stages.manifest(policy)
+        updates: list[Manifest] = []
+        checkpoint = None
+        while node.stage == "update" and node.key != self._held:
+            checkpoint = self._checkpoint_of(node)
+            if checkpoint is not None:
+                break
+            updates.append(node)
+            node = self._input_policy(node)
+        if node.key != self._held:
+            self._held = None
+            if checkpoint is None:
+                trainer.restore(self._folder)
+            else:
+                with tempfile.TemporaryDirectory(prefix="grpo-checkpoint-") as folder:
+                    stages.download(checkpoint, Path(folder))
+                    trainer.restore(Path(folder))
+            self._check_digest(trainer, node)
+            self._held = node.key
+        for update in reversed(updates):
+            self._replay(trainer, update)
+
+    def _replay(self, trainer: TorchTrainer, update: Manifest) -> None:
+        stages, iteration = self._run.stages, update.iteration
+        assert iteration is not None
+        progress().note(f"replaying the update of iteration {iteration} from committed data")
+        self._held = None
+        inputs = [stages.manifest(each).to_ref(reused=True) for each in update.inputs]
+        run_update(trainer, stages, inputs, ConfigView(self._run.config, UPDATE), iteration)
+        self._check_digest(trainer, update)
+        self._held = update.key
+
+    def _checkpoint_of(self, update: Manifest) -> ArtifactRef | None:
+        key = stage_key(CHECKPOINT, self._run.config, [update.to_ref(reused=True)], update.iteration)
+        return self._run.stages.find(CHECKPOINT, key, update.iteration)
+
+    def _input_policy(self, update: Manifest) -> Manifest:
+        (policy,) = (each for each in update.inputs if each.stage in ("update", "warm_start", "pretrained"))
+        return self._run.stages.manifest(policy)
+
+    def _check_digest(self, trainer: TorchTrainer, policy: Manifest) -> None:
+        found, recorded = trainer.digest(), policy.summary["policy_digest"]
+        if found != recorded:
+            raise ReplayError(
+                f"the policy of {policy.path} was recorded with digest {str(recorded)[:16]}, restored it has "
+                f"{found[:16]}. Exact replay needs the same package versions ({policy.packages}), kind of processor and "
+                "placement.threads; on others, go on from the last checkpoint in a new run: model.path=<checkpoint folder>"
+            )
+
+
+_LOCK = threading.Lock()
+_current: dict[tuple[str, str], Workers] = {}
+
+
+def workers(run: Run, policy: ArtifactRef) -> Workers:
+    """The warm engines for ``policy`` of ``run`` in this process; those of another run are let go."""
+    manifest = run.stages.manifest(policy)
+    initial = manifest.to_ref(reused=True)
+    if "initial" in manifest.summary:
+        initial = run.stages.manifest(InputRef.model_validate(manifest.summary["initial"])).to_ref(reused=True)
+    with _LOCK:
+        key = (run.place, initial.key)
+        if key not in _current:
+            _current.clear()
+            _current[key] = Workers(run, initial)
+        return _current[key]
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a response: those of the generation config and the tokenizer's own."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    return sorted(each for each in ids if each is not None)

@@ -1,0 +1,114 @@
+"""Every metric name, in one place, and how an iteration's manifests become metric points.
+
+A name is ``<stage>/<what>``, so that MLflow groups them. A point's time is that of the commit it describes, so that
+publishing again gives the same points and doubles none.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+import pyarrow as pa
+
+from grpo_lib.data.schemas import METRICS
+from grpo_lib.storage.stages import Manifest
+
+DESCRIPTIONS = {
+    "rollout/length_mean": "Mean response length in tokens.",
+    "rollout/length_max": "Longest response in tokens.",
+    "rollout/truncated_fraction": "Responses cut at rollout.max_new_tokens.",
+    "rollout/surprise": "Mean of -log p of the sampled tokens, in nats: an estimate of the entropy.",
+    "rollout/parity_mean": "Mean absolute difference between the engine's and the trainer's log-probs.",
+    "rollout/parity_max": "Largest absolute difference between the engine's and the trainer's log-probs.",
+    "reward/mean": "Mean reward of the rollouts that could be scored.",
+    "reward/min": "Smallest reward.",
+    "reward/max": "Largest reward.",
+    "reward/failed_fraction": "Rewards that could not be computed (null, in no statistic).",
+    "reward/correct_mean": "Fraction of right answers among the rollouts.",
+    "reward/format_mean": "Fraction of rollouts in the right format.",
+    "old_logprobs/entropy": "Mean entropy of the policy before the update, in nats.",
+    "old_logprobs/rollout_kl": "Mean of rollout_logprobs - old_logprobs: KL(engine || trainer), estimator k1.",
+    "old_logprobs/rollout_abs_difference_max": "Largest difference between engine and trainer on one token.",
+    "advantage/abs_mean": "Mean absolute advantage of a row.",
+    "advantage/min": "Smallest advantage.",
+    "advantage/max": "Largest advantage.",
+    "advantage/rows_without_signal_fraction": "Rows in groups whose rewards are all equal: advantage 0.",
+    "advantage/rows_without_reward": "Rows taken out because their reward is null.",
+    "update/loss": "The loss, with KL and entropy terms.",
+    "update/entropy": "Mean entropy of the policy in the update, over the trained rows.",
+    "update/approx_kl": "Mean of old_logprobs - logprobs over the trained rows.",
+    "update/kl": "KL penalty against the reference before its coefficient.",
+    "update/ratio": "Mean probability ratio of the new to the old policy.",
+    "update/ratio_min": "Smallest probability ratio.",
+    "update/ratio_max": "Largest probability ratio.",
+    "update/clip_fraction_high": "Tokens whose gradient was cut above the clip range (or by the dual clip).",
+    "update/clip_fraction_low": "Tokens whose gradient was cut below the clip range.",
+    "update/grad_norm": "Gradient norm before clipping.",
+    "update/lr": "Learning rate of the last optimizer step.",
+    "update/skipped": "Optimizer steps skipped for a non-finite gradient.",
+    "update/trained_rows": "Rows an optimizer step that can change the gradient.",
+    "update/padded_fraction": "Padding among the tokens of the micro-batches.",
+    "update/optimizer_step": "Optimizer steps so far.",
+    "update/policy_version": "Version of the new policy.",
+    "evaluate/policy_version": "Version of the evaluated policy.",
+    "time/<stage>_seconds": "Seconds of the stage's body; shards add up.",
+    "time/rollout_tokens_per_second": "Response tokens a second of the rollout stage.",
+    "evaluate/<mode>_accuracy": "Fraction of right held-out answers, greedy or sampled.",
+    "evaluate/<mode>_accuracy_se": "Its standard error over prompts.",
+    "evaluate/<mode>_reward_mean": "Mean held-out reward.",
+    "evaluate/<mode>_length_mean": "Mean held-out response length in tokens.",
+    "evaluate/<mode>_truncated_fraction": "Held-out responses cut at the limit.",
+    "evaluate/<mode>_failed_fraction": "Held-out responses whose reward could not be computed.",
+    "evaluate/pass_at_<k>": "Unbiased pass@k of the sampled held-out responses.",
+    "warm_start/parameters": "Parameters of the model.",
+    "warm_start/first_loss": "Loss of the first step.",
+    "warm_start/last_loss": "Loss of the last step.",
+    "warm_start/left_out": "Demonstrations longer than warm_start.max_tokens.",
+    "warm_start/policy_version": "0.",
+    "pretrained/parameters": "Parameters of the model.",
+    "pretrained/policy_version": "0.",
+    "reward/<component>_mean": "Mean of a named part of the reward.",
+}
+"""What each metric is. ``<stage>``, ``<mode>``, ``<k>``, ``<component>`` stand for a name; evaluation per data source
+has the source after ``evaluate/``."""
+
+_PATTERNS = [
+    re.compile(re.sub(r"<\w+>", r"[\\w.-]+", name).replace("evaluate/", r"evaluate/(?:[\w.-]+/)?") + "$")
+    for name in DESCRIPTIONS
+]
+
+
+def is_described(name: str) -> bool:
+    """Whether a metric name has a description."""
+    return any(pattern.match(name) for pattern in _PATTERNS)
+
+
+def metric_points(manifests: Sequence[Manifest]) -> pa.Table:
+    """The metrics of some artifacts; those of a stage's shards are averaged by rows, their seconds add up."""
+    points = []
+    for stage in sorted({manifest.stage for manifest in manifests}):
+        shards = [manifest for manifest in manifests if manifest.stage == stage]
+        iteration, time = shards[0].iteration or 0, max(shard.created_ms for shard in shards)
+        values = {f"{stage}/{name}": value for name, value in _mean(shards).items()}
+        seconds = sum(shard.seconds for shard in shards)
+        values[f"time/{stage}_seconds"] = seconds
+        if stage == "rollout" and seconds > 0:
+            values["time/rollout_tokens_per_second"] = sum(shard.tokens for shard in shards) / seconds
+        points += [
+            {"name": name, "value": value, "iteration": iteration, "timestamp_ms": time}
+            for name, value in sorted(values.items())
+        ]
+    return pa.Table.from_pylist(points, schema=METRICS)
+
+
+def _mean(shards: Sequence[Manifest]) -> dict[str, float]:
+    names = sorted({name for shard in shards for name, value in shard.summary.items() if _is_number(value)})
+    return {name: _weighted(name, shards) for name in names}
+
+
+def _weighted(name: str, shards: Iterable[Manifest]) -> float:
+    values = [(float(shard.summary[name]), max(1, shard.rows)) for shard in shards if name in shard.summary]  # type: ignore[arg-type]
+    return sum(value * rows for value, rows in values) / sum(rows for _, rows in values)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,234 @@
+"""MLflow's one door: one MLflow run for a training run, found again by its tags, with points that never double."""
+
+import functools
+import json
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+from urllib.parse import urlsplit
+
+from grpo_lib.config import RunConfig
+from grpo_lib.errors import TrackingError
+from grpo_lib.run import Run
+
+MAX_PARAM_LENGTH = 6000  # MLflow's limit
+
+
+def tracking_uri(config: RunConfig) -> str:
+    """The configured tracking URI, or SQLite in the store's folder (in the working folder for S3)."""
+    if config.tracking.uri is not None:
+        return config.tracking.uri
+    folder = Path.cwd() if "://" in config.store.uri else Path(config.store.uri).resolve()
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+def check_tracking(uri: str, timeout: float = 5.0) -> None:
+    """Asks an MLflow server whether it is there, and a database file's folder whether it can be written.
+
+    Raises:
+        TrackingError: with the remedy.
+    """
+    if uri.startswith(("http://", "https://")):
+        try:
+            with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=timeout):
+                return
+        except urllib.error.HTTPError as error:
+            raise TrackingError(f"the MLflow server {_public(uri)} answers {error.code}; check tracking.uri") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise TrackingError(
+                f"no MLflow server answers at {_public(uri)} ({reason}); start it with `mlflow server`, "
+                "or leave tracking.uri out to log into SQLite"
+            ) from None
+    if uri.startswith("sqlite:///"):
+        path = Path(uri.removeprefix("sqlite:///"))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrackingError(f"can't make the folder of the MLflow database {path}: {error.strerror}") from None
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise TrackingError(f"the MLflow database {path} can't be written; check tracking.uri and permissions")
+        return
+    known = ("postgresql", "mysql", "mssql", "file:", "databricks")
+    if "://" not in uri or not uri.startswith(known):
+        raise TrackingError(
+            f"tracking.uri={_public(uri)!r} is no MLflow tracking URI; use sqlite:///FILE, http(s)://HOST:PORT, "
+            "postgresql://... or leave it out"
+        )
+
+
+def _public(uri: str) -> str:
+    """The URI without user name and password."""
+    parts = urlsplit(uri)
+    return uri.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2]) if "@" in parts.netloc else uri
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _as_tracking_error(method: Callable[P, T]) -> Callable[P, T]:
+    """MLflow's own exceptions as TrackingError."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return method(*args, **kwargs)
+        except MlflowException as error:
+            raise TrackingError(
+                f"MLflow refused: {str(error)[:500]}. Training data is safe in the store; "
+                "`grpo resume` logs what is missing"
+            ) from error
+
+    return call
+
+
+class Tracker:
+    """The MLflow run of one training run; made at first use, found again afterwards.
+
+    Raises:
+        TrackingError: from every method, when MLflow can't be reached or refuses.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._config, self._name, self._place = run.config, run.name, run.place
+        self.uri = tracking_uri(run.config)
+
+    @cached_property
+    def _client(self) -> Any:
+        from mlflow import MlflowClient
+
+        return MlflowClient(tracking_uri=self.uri)
+
+    @cached_property
+    def experiment_id(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        name = self._config.tracking.experiment
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return found.experiment_id
+        location = None
+        if self.uri.startswith("sqlite:///"):
+            folder = Path(self.uri.removeprefix("sqlite:///")).parent / "mlflow-artifacts"
+            location = folder.resolve().as_uri()
+        try:
+            return self._client.create_experiment(name, artifact_location=location)
+        except MlflowException:  # another process was faster
+            found = self._client.get_experiment_by_name(name)
+            if found is None:
+                raise
+            return found.experiment_id
+
+    @cached_property
+    def run_id(self) -> str:
+        """The MLflow run, made with the configuration as its parameters when there is none yet."""
+        tags = {"grpo.run": self._name, "grpo.place": self._place}
+        query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+        found = self._client.search_runs([self.experiment_id], query, max_results=1, order_by=["attribute.start_time ASC"])
+        if found:
+            return found[0].info.run_id
+        from mlflow.entities import Param
+
+        tags |= {
+            "grpo.resume": f"grpo resume {self._name} --store {self._config.store.uri}",
+            "grpo.host": socket.gethostname(),
+            "mlflow.note.content": f"Data: `{self._place}`\n\nContinue: `grpo resume {self._name} "
+            f"--store {self._config.store.uri}`\n\nRollouts: `grpo rollouts {self._name} -k 0 "
+            f"--store {self._config.store.uri}`",
+        }
+        run_id = self._client.create_run(self.experiment_id, tags=tags, run_name=self._name).info.run_id
+        parameters = flat_parameters(self._config.model_dump(mode="json"))
+        self._client.log_batch(run_id, params=[Param(key, value) for key, value in parameters.items()])
+        return run_id
+
+    @_as_tracking_error
+    def log_points(self, points: Sequence[Mapping[str, Any]]) -> None:
+        """Metric points (name, value, iteration, timestamp_ms). The same point twice is stored once."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(each["name"], each["value"], each["timestamp_ms"], each["iteration"]) for each in points]
+        for start in range(0, len(metrics), 1000):  # MLflow's limit a call
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
+
+    @_as_tracking_error
+    def log_dataset(self, *, name: str, digest: str, uri: str, context: str) -> None:
+        """A dataset input by digest; its data stays in the store. Logging it again changes nothing."""
+        from mlflow.data.code_dataset_source import CodeDatasetSource
+        from mlflow.data.meta_dataset import MetaDataset
+        from mlflow.entities import DatasetInput, InputTag
+
+        dataset = MetaDataset(source=CodeDatasetSource(tags={"store": uri}), name=name, digest=digest[:36])
+        tags = [InputTag("mlflow.data.context", context)]
+        self._client.log_inputs(self.run_id, [DatasetInput(dataset._to_mlflow_entity(), tags)])
+
+    @_as_tracking_error
+    def log_model(self, *, version: int, digest: str, uri: str, metrics: Mapping[str, float]) -> None:
+        """One logged model for a checkpoint; the weights stay in the store."""
+        from mlflow.entities import LoggedModelOutput
+
+        name = f"{self._name}-v{version}"
+        query = f"name = '{name}' and tags.`grpo.policy_digest` = '{digest}'"
+        if any(m.source_run_id == self.run_id for m in self._client.search_logged_models([self.experiment_id], query)):
+            return
+        model = self._client.create_logged_model(
+            self.experiment_id,
+            name=name,
+            source_run_id=self.run_id,
+            tags={"grpo.checkpoint": uri, "grpo.policy_digest": digest, **{k: f"{v:.4f}" for k, v in metrics.items()}},
+            params={"policy_version": str(version)},
+            model_type="policy",
+        )
+        self._client.finalize_logged_model(model.model_id, "READY")
+        self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step=version)])
+
+    @_as_tracking_error
+    def log_table(self, columns: Mapping[str, Sequence[Any]], file: str) -> None:
+        """A table that MLflow shows; logging it again replaces it."""
+        rows = list(zip(*columns.values(), strict=True))
+        self._client.log_text(self.run_id, json.dumps({"columns": list(columns), "data": rows}), file)
+
+    @_as_tracking_error
+    def log_file(self, path: Path, folder: str) -> None:
+        self._client.log_artifact(self.run_id, str(path), folder)
+
+    @_as_tracking_error
+    def finish(self, status: str) -> None:
+        """``FINISHED``, ``FAILED`` or ``RUNNING``."""
+        self._client.update_run(self.run_id, status=status)
+
+
+_LOCK = threading.Lock()
+_trackers: dict[tuple[str, str], Tracker] = {}
+
+
+def tracker_for(run: Run) -> Tracker:
+    """The tracker of a run, one a process."""
+    with _LOCK:
+        key = (tracking_uri(run.config), run.place)
+        if key not in _trackers:
+            _trackers[key] = Tracker(run)
+        return _trackers[key]
+
+
+def flat_parameters(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as MLflow parameters.
+
+    >>> flat_parameters({"a": {"b": 1}, "c": None})
+    {'a.b': '1', 'c': 'None'}
+    """
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flat_parameters(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = str(value)[:MAX_PARAM_LENGTH]
+    return flat

@@ -1,0 +1,205 @@
+"""What makes a function a stage: its key, its cache, its commit, and its Prefect task.
+
+    SPEC = StageSpec(name="reward", version=1, reads=("reward", "data"))
+
+    @stage_task(SPEC)
+    def reward(stage: Stage, prompts: ArtifactRef, rollouts: ArtifactRef) -> ArtifactRef:
+        ...
+        return stage.commit(table, summary={"mean": 0.5})
+
+    ref = reward(run, iteration, prompts, rollouts)           # in the flow
+    future = reward.submit(run, iteration, prompts, rollouts)  # side by side with others
+
+The body runs only when no manifest with its key exists. Prefect's cache has the same key, but the store is the truth:
+without a manifest in the store the task runs, whatever Prefect remembers.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from prefect import task
+from prefect.context import TaskRunContext
+from prefect.futures import PrefectFuture
+from pydantic import JsonValue
+
+from grpo_lib.errors import StoreUnreachableError, TrackingError
+from grpo_lib.placement.local import Workers, workers
+from grpo_lib.progress import progress
+from grpo_lib.run import Run
+from grpo_lib.storage.keys import ConfigView, StageSpec, stage_key
+from grpo_lib.storage.stages import ArtifactRef, Attempt, InputRef
+
+Input = ArtifactRef | Sequence[ArtifactRef] | None
+
+
+class Stage:
+    """What a stage's body sees: its slice of the configuration, its inputs' data, and its commit."""
+
+    def __init__(self, run: Run, spec: StageSpec, iteration: int | None, shard: int, key: str, attempt: Attempt) -> None:
+        self.run = run
+        self.name = spec.name
+        self.config = ConfigView(run.config, spec)
+        self.iteration = iteration
+        self.shard = shard
+        self.key = key
+        self._attempt = attempt
+        self._started = time.perf_counter()
+
+    @property
+    def k(self) -> int:
+        """The iteration, in stages that have one."""
+        assert self.iteration is not None, f"stage {self.name} runs before the first iteration"
+        return self.iteration
+
+    def table(self, refs: ArtifactRef | Sequence[ArtifactRef]) -> pa.Table:
+        """All rows of the given artifacts, verified."""
+        return self.run.stages.table(refs)
+
+    def summary(self, ref: ArtifactRef) -> dict[str, Any]:
+        """The small results in an artifact's manifest."""
+        return dict(self.run.stages.manifest(ref).summary)
+
+    def input_ref(self, ref: ArtifactRef) -> dict[str, JsonValue]:
+        """A lasting pointer to an artifact, as JSON."""
+        return InputRef(stage=ref.stage, manifest=ref.manifest, digest=ref.digest).model_dump(mode="json")
+
+    def workers(self, policy: ArtifactRef) -> Workers:
+        """The warm engines."""
+        return workers(self.run, policy)
+
+    def advanced(self, done: int, total: int, tokens: int = 0) -> None:
+        """Reports progress in rows or steps."""
+        progress().stage_advanced(self.name, self.iteration, done, total, tokens)
+
+    def write_file(self, name: str, source: Any) -> None:
+        self._attempt.write_file(name, source)
+
+    def commit(
+        self,
+        table: pa.Table | None = None,
+        *,
+        rows: int | None = None,
+        tokens: int = 0,
+        summary: Mapping[str, JsonValue] | None = None,
+    ) -> ArtifactRef:
+        """Commits the dataset; the seconds in its manifest are those of the body until here."""
+        seconds = time.perf_counter() - self._started
+        if table is not None:
+            self._attempt.write_table(table)
+        return self._attempt.commit(rows=rows, tokens=tokens, summary=summary, seconds=seconds)
+
+
+class StageTask:
+    """A stage as the flow calls it."""
+
+    def __init__(self, spec: StageSpec, body: Callable[..., ArtifactRef]) -> None:
+        self.spec = spec
+        self.body = body
+        options: dict[str, Any] = {
+            "name": spec.name,
+            "description": body.__doc__,
+            "task_run_name": _task_run_name,
+            "cache_key_fn": _cache_key,
+            "persist_result": True,
+            "result_serializer": "json",
+            "retries": 2,
+            "retry_delay_seconds": [2, 10],
+            "retry_condition_fn": _worth_a_retry,
+        }
+
+        def run_stage(
+            run: Run, iteration: int | None, inputs: tuple[Input, ...], shard: int, key: str, stage: str
+        ) -> ArtifactRef:
+            return self._run(run, iteration, inputs, shard, key)
+
+        self._reuse = task(run_stage, **options)
+        self._compute = task(run_stage, **options, refresh_cache=True)
+
+    def __call__(
+        self, run: Run, iteration: int | None, *inputs: Input, shard: int = 0, external: Mapping[str, str] | None = None
+    ) -> ArtifactRef:
+        """Runs the stage here and returns the reference to its dataset.
+
+        Args:
+            external: digests of what the stage reads outside the store, such as data files; part of its key.
+        """
+        chosen, arguments = self._prepare(run, iteration, inputs, shard, external)
+        return chosen(**arguments)
+
+    def submit(self, run: Run, iteration: int | None, *inputs: Input, shard: int = 0) -> "PrefectFuture[ArtifactRef]":
+        """Starts the stage on the flow's task runner."""
+        chosen, arguments = self._prepare(run, iteration, inputs, shard)
+        return chosen.submit(**arguments)
+
+    def _prepare(
+        self,
+        run: Run,
+        iteration: int | None,
+        inputs: tuple[Input, ...],
+        shard: int,
+        external: Mapping[str, str] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        key = stage_key(self.spec, run.config, artifacts(inputs), iteration, shard, external)
+        known = run.stages.find(self.spec, key, iteration, shard) is not None
+        arguments = {
+            "run": run, "iteration": iteration, "inputs": inputs, "shard": shard, "key": key, "stage": self.spec.name
+        }
+        return (self._reuse if known else self._compute), arguments
+
+    def _run(
+        self, run: Run, iteration: int | None, inputs: tuple[Input, ...], shard: int, key: str
+    ) -> ArtifactRef:
+        progress().stage_started(self.spec.name, iteration)
+        ref = run.stages.find(self.spec, key, iteration, shard)
+        if ref is None:
+            with run.stages.attempt(self.spec, run.config, key, artifacts(inputs), iteration, shard) as attempt:
+                ref = self.body(Stage(run, self.spec, iteration, shard, key, attempt), *inputs)
+        progress().stage_ended(
+            self.spec.name, iteration, rows=ref.rows, tokens=ref.tokens, seconds=ref.seconds, reused=ref.reused
+        )
+        return ref
+
+
+def stage_task(spec: StageSpec) -> Callable[[Callable[..., ArtifactRef]], StageTask]:
+    """Decorator: a body ``(stage, *inputs) -> ArtifactRef`` becomes a stage."""
+    return lambda body: StageTask(spec, body)
+
+
+def artifacts(inputs: Sequence[Input]) -> list[ArtifactRef]:
+    """All references among the inputs, in order."""
+    flat: list[ArtifactRef] = []
+    for each in inputs:
+        if isinstance(each, ArtifactRef):
+            flat.append(each)
+        elif each is not None:
+            flat += each
+    return flat
+
+
+def _cache_key(context: TaskRunContext, arguments: dict[str, Any]) -> str:
+    """The stage's key, in its store and run: another store has data of its own."""
+    run = arguments["run"]
+    return hashlib.sha256(f"{run.place}|{arguments['stage']}|{arguments['key']}".encode()).hexdigest()
+
+
+def _task_run_name() -> str:
+    from prefect.runtime import task_run
+
+    arguments = task_run.get_parameters()
+    iteration, shard = arguments["iteration"], arguments["shard"]
+    place = "setup" if iteration is None else f"{iteration:06d}"
+    return f"{arguments['run'].name}/{place}/{arguments['stage']}" + (f".{shard}" if shard else "")
+
+
+def _worth_a_retry(task: Any, task_run: Any, state: Any) -> bool:
+    """Only what may pass by itself: a store or MLflow that does not answer. Everything else fails the same way again."""
+    try:
+        state.result()
+    except (StoreUnreachableError, TrackingError):
+        return True
+    except BaseException:
+        return False
+    return False

@@ -1,0 +1,24 @@
+"""`dataset`: all prompts of the run, both splits, tokenised; once, before the first iteration."""
+
+from grpo_lib.data.prompts import build_dataset
+from grpo_lib.models import run_tokenizer
+from grpo_lib.problems import get_problem
+from grpo_lib.storage.keys import StageSpec
+from grpo_lib.storage.stages import ArtifactRef
+from tasks.base import Stage, stage_task
+
+DATASET = StageSpec(
+    name="dataset",
+    version=1,
+    reads=(
+        "data", "model.path", "model.prompt_format", "model.system_prompt", "rollout.max_prompt_tokens", "seed"
+    ),
+)
+
+
+@stage_task(DATASET)
+def dataset(stage: Stage) -> ArtifactRef:
+    """Builds, renders, tokenises and checks the prompts."""
+    problem = get_problem(stage.config.data.problem)
+    table = build_dataset(problem, stage.config, run_tokenizer(stage.config.model.path, problem))
+    return stage.commit(table)

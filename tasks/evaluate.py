@@ -1,0 +1,63 @@
+"""`evaluate`: held-out accuracy of a policy."""
+
+import pyarrow as pa
+
+from grpo_lib.data.prompts import split_of
+from grpo_lib.evaluation import evaluate_mode, evaluation_summary
+from grpo_lib.generation.base import Sampling
+from grpo_lib.problems import get_problem
+from grpo_lib.seeds import derive_seed
+from grpo_lib.storage.keys import StageSpec
+from grpo_lib.storage.stages import ArtifactRef
+from tasks.base import Stage, stage_task
+
+EVALUATE = StageSpec(
+    name="evaluate",
+    version=1,
+    reads=(
+        "evaluation.prompts",
+        "evaluation.samples",
+        "evaluation.greedy",
+        "evaluation.pass_k",
+        "rollout.engine",
+        "rollout.temperature",
+        "rollout.max_new_tokens",
+        "rollout.max_batch_rows",
+        "model.dtype",
+        "reward",
+        "data",
+        "seed",
+    ),
+)
+
+
+@stage_task(EVALUATE)
+def evaluate(stage: Stage, dataset: ArtifactRef, policy: ArtifactRef) -> ArtifactRef:
+    """Greedy and sampled responses to held-out prompts, judged. The same seeds each time: a paired comparison."""
+    config, settings = stage.config, stage.config.evaluation
+    heldout = split_of(stage.table(dataset), "heldout").slice(0, settings.prompts)
+    reward = get_problem(config.data.problem).make_reward(config.data, config.reward)
+    workers = stage.workers(policy)
+    modes = [("greedy", 1, 0.0)] if settings.greedy else []
+    modes += [("sampled", settings.samples, config.rollout.temperature)] if settings.samples else []
+    tables = []
+    with workers.engine_at(policy) as engine:
+        for mode, samples, temperature in modes:
+            sampling = Sampling(temperature=temperature, max_new_tokens=config.rollout.max_new_tokens)
+            tables.append(
+                evaluate_mode(
+                    engine,
+                    heldout,
+                    workers.tokenizer,
+                    reward,
+                    mode=mode,
+                    samples=samples,
+                    sampling=sampling,
+                    seed=derive_seed(config.seed, "evaluate"),
+                    on_progress=stage.advanced,
+                )
+            )
+    table = pa.concat_tables(tables)
+    tokens = sum(len(each.column("response_ids").combine_chunks().flatten()) for each in tables)
+    summary = evaluation_summary(table, settings.pass_k) | {"policy_version": stage.summary(policy)["policy_version"]}
+    return stage.commit(table, tokens=tokens, summary=summary)

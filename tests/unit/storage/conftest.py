@@ -1,0 +1,100 @@
+"""Both stores, behind the same fixtures: a folder, and S3 as moto's server speaks it over HTTP."""
+
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pyarrow as pa
+import pytest
+from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+
+from grpo_lib.config import RunConfig, make_config
+from grpo_lib.storage.local import LocalStore
+from grpo_lib.storage.objects import ObjectStore
+from grpo_lib.storage.s3 import S3Store
+from grpo_lib.storage.stages import ArtifactRef, StageSpec, StageStore, stage_key
+
+REWARD = StageSpec(name="reward", version=1, reads=("reward", "rollout.samples"))
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """URL of an S3 server; its credentials are in the environment."""
+    application = DomainDispatcherApplication(create_backend_app)
+    lock = threading.Lock()
+
+    def one_at_a_time(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        with lock:  # moto looks and then writes; S3 does both at once
+            return list(application(environ, start_response))
+
+    server = make_server("127.0.0.1", 0, one_at_a_time, threaded=True, request_handler=MotoRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("AWS_CONFIG_FILE", "/dev/null")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+        yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+
+
+@pytest.fixture
+def s3_store(s3_endpoint: str) -> S3Store:
+    """A store in a bucket of its own."""
+    bucket = f"bucket-{uuid.uuid4().hex}"
+    boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1").create_bucket(Bucket=bucket)
+    return S3Store(bucket, "team/grpo", s3_endpoint, "us-east-1")
+
+
+@pytest.fixture
+def local_store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture(params=["local_store", "s3_store"])
+def objects(request: pytest.FixtureRequest) -> ObjectStore:
+    """Each store in turn."""
+    store: ObjectStore = request.getfixturevalue(request.param)
+    return store
+
+
+@pytest.fixture
+def stages(objects: ObjectStore) -> StageStore:
+    return StageStore(objects, "demo")
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return make_config({"data": {"problem": "countdown"}, "warm_start": {}})
+
+
+@pytest.fixture
+def spec() -> StageSpec:
+    return REWARD
+
+
+@pytest.fixture
+def rewards() -> pa.Table:
+    return pa.table({"rollout_id": [3, 1, 2], "reward": [1.0, 0.1, 0.0], "token_ids": [[1, 2], [], [3]]})
+
+
+@pytest.fixture
+def commit(config: RunConfig, spec: StageSpec, rewards: pa.Table) -> Callable[..., ArtifactRef]:
+    """Commits a reward stage with two tables and a text file."""
+
+    def commit_to(stages: StageStore, iteration: int | None = 7, inputs: tuple[ArtifactRef, ...] = ()) -> ArtifactRef:
+        key = stage_key(spec, config, inputs, iteration)
+        with stages.attempt(spec, config, key, inputs, iteration) as attempt:
+            attempt.write_table(rewards)
+            attempt.write_table(rewards.slice(0, 1))
+            attempt.write_file("notes.txt", b"three rewards")
+            return attempt.commit(tokens=3, summary={"reward_mean": 0.5, "failed": 0})
+
+    return commit_to
