@@ -171,6 +171,15 @@ def read_manifest(path: str, data: bytes) -> Manifest:
     return manifest
 
 
+def latest(manifests: Sequence[Manifest], stage: str) -> list[Manifest]:
+    """The newest artifact of a stage for each iteration and shard, by iteration."""
+    newest: dict[tuple[int, int], Manifest] = {}
+    for manifest in manifests:  # sorted by iteration, then time
+        if manifest.stage == stage:
+            newest[manifest.iteration or 0, manifest.shard] = manifest
+    return [newest[place] for place in sorted(newest)]
+
+
 def content_digest(stage: str, version: int, parts: Sequence[Part], summary: dict[str, Any]) -> str:
     """sha256 of what was computed: stage, version, the parts' names and sha256s, and summary["policy_digest"] if any.
 

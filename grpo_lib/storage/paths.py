@@ -24,14 +24,19 @@ def run_file(run: str) -> str:
     return f"{run_folder(run)}/run.json"
 
 
+def iteration_folder(run: str, iteration: int | None) -> str:
+    """All stages of an iteration; None: those before the first."""
+    place = "setup" if iteration is None else f"iterations/{iteration:06d}"
+    return f"{run_folder(run)}/{place}"
+
+
 def stage_folder(run: str, iteration: int | None, stage: str, key: str) -> str:
     """A stage's manifest and attempts; ``iteration`` is None for stages before the first.
 
     >>> stage_folder("demo", 7, "reward", "c0ffee")
     'runs/demo/iterations/000007/reward/c0ffee'
     """
-    place = "setup" if iteration is None else f"iterations/{iteration:06d}"
-    return f"{run_folder(run)}/{place}/{_step(stage)}/{_step(key)}"
+    return f"{iteration_folder(run, iteration)}/{_step(stage)}/{_step(key)}"
 
 
 def manifest_path(run: str, iteration: int | None, stage: str, key: str) -> str:

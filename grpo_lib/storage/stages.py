@@ -88,7 +88,7 @@ class StageStore:
             winner=lambda path: self._load(path).to_ref(reused=True),
         )
 
-    def manifest(self, ref: ArtifactRef) -> Manifest:
+    def manifest(self, ref: ArtifactRef | InputRef) -> Manifest:
         """The manifest of an artifact.
 
         Raises:
@@ -147,9 +147,10 @@ class StageStore:
             raise NotFoundError(f"{ref.manifest} has no parts: {ref.stage} commits a summary only; see its manifest")
         return self.objects.location(paths.parent(parts[0].path))
 
-    def manifests(self, run: str | None = None) -> list[Manifest]:
-        """Everything that a run (by default this one) has committed: before iteration 0, then by iteration and time."""
-        listed = self.objects.list(paths.run_folder(run or self.run))
+    def manifests(self, iteration: int | None = None) -> list[Manifest]:
+        """Everything that the run has committed, or only in one iteration: by iteration (setup first) and time."""
+        place = paths.run_folder(self.run) if iteration is None else paths.iteration_folder(self.run, iteration)
+        listed = self.objects.list(place)
         found = [info.path for info in listed if paths.is_manifest(info.path)]
         with ThreadPoolExecutor(READERS) as pool:
             manifests = list(pool.map(self._load, found))

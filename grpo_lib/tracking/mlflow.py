@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
-from grpo_lib.config import RunConfig
+from grpo_lib.config import RunConfig, StoreConfig
 from grpo_lib.errors import TrackingError
 from grpo_lib.run import Run
 
@@ -22,9 +22,12 @@ MAX_PARAM_LENGTH = 6000  # MLflow's limit
 
 def tracking_uri(config: RunConfig) -> str:
     """The configured tracking URI, or SQLite in the store's folder (in the working folder for S3)."""
-    if config.tracking.uri is not None:
-        return config.tracking.uri
-    folder = Path.cwd() if "://" in config.store.uri else Path(config.store.uri).resolve()
+    return config.tracking.uri or default_uri(config.store)
+
+
+def default_uri(store: StoreConfig) -> str:
+    """SQLite in the store's folder, or in the working folder when the store is on S3."""
+    folder = Path.cwd() if "://" in store.uri else Path(store.uri).expanduser().resolve()
     return f"sqlite:///{folder}/mlflow.db"
 
 

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from grpo_lib.storage.stages import Manifest
+from grpo_lib.storage.manifests import latest
+from grpo_lib.storage.stages import ArtifactRef, Manifest, StageStore
 
 ORDER = (
     "dataset",
@@ -56,15 +58,6 @@ def stage_totals(manifests: Sequence[Manifest]) -> list[StageTotals]:
     return totals
 
 
-def latest(manifests: Sequence[Manifest], stage: str) -> list[Manifest]:
-    """The newest artifact of a stage for each iteration and shard, by iteration."""
-    newest: dict[tuple[int, int], Manifest] = {}
-    for manifest in manifests:  # sorted by iteration, then time
-        if manifest.stage == stage:
-            newest[manifest.iteration or 0, manifest.shard] = manifest
-    return [newest[place] for place in sorted(newest)]
-
-
 def curve(manifests: Sequence[Manifest], stage: str, name: str) -> tuple[list[int], list[float]]:
     """Iterations and values of one number in a stage's summaries; shards are averaged."""
     points: dict[int, list[float]] = {}
@@ -96,6 +89,25 @@ def seconds_between_stages(manifests: Sequence[Manifest]) -> float | None:
                 reached = max(reached, min(stop, end))
         idle.append(end - begin - covered)
     return median(idle) if len(idle) >= 2 else None
+
+
+def telling_responses(stages: StageStore) -> list[tuple[str, dict[str, Any]]]:
+    """A held-out prompt before and after training, and one that is answered wrongly after it."""
+    evaluations = latest(stages.manifests(), "evaluate")
+    if len(evaluations) < 2:
+        return []
+    first, last = (_responses(stages, each.to_ref(reused=True)) for each in (evaluations[0], evaluations[-1]))
+    learned = next((i for i, (a, b) in enumerate(zip(first, last, strict=True)) if b["correct"] and not a["correct"]), 0)
+    wrong = next((row for row in last if not row["correct"]), None)
+    found = [("before", first[learned]), ("after, same prompt", last[learned])]
+    return found if wrong is None else [*found, ("after, a wrong one", wrong)]
+
+
+def _responses(stages: StageStore, evaluation: ArtifactRef) -> list[dict[str, Any]]:
+    columns = ["prompt", "text", "reference", "correct", "mode"]
+    rows = stages.table(evaluation, columns).to_pylist()
+    mode = max(row["mode"] for row in rows)  # "sampled" sorts after "greedy"
+    return [row for row in rows if row["mode"] == mode]
 
 
 def plot_curves(manifests: Sequence[Manifest], title: str, path: Path) -> None:

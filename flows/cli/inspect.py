@@ -1,0 +1,147 @@
+"""Commands that look: `show` and `rollouts`."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from flows.cli.training import Endpoint, Json, RunName, Store
+from grpo_lib.config import StoreConfig
+
+
+def show(
+    run: Annotated[str | None, typer.Argument(help="Name of the run; without it: all runs.", show_default=False)] = None,
+    iteration: Annotated[int | None, typer.Option("-k", "--iteration", min=0, help="Only this iteration.")] = None,
+    store: Store = "grpo-store",
+    endpoint_url: Endpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Summary of a run: its stages, seconds, what was computed or taken from other runs, and accuracy."""
+    from grpo_lib.run import load_run, run_names
+    from grpo_lib.storage.objects import open_store
+
+    config = StoreConfig(uri=store, endpoint_url=endpoint_url)
+    if run is None:
+        names = run_names(open_store(config))
+        typer.echo(json.dumps(names) if as_json else "\n".join(names) or f"no runs in {store} yet")
+        return
+    loaded = load_run(config, run)
+    if iteration is not None:
+        _show_iteration(loaded, iteration, as_json)
+        return
+    _show_run(loaded, as_json)
+
+
+def _show_run(run: Any, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from grpo_lib.tracking.reports import curve, seconds_between_stages, stage_totals
+
+    manifests = run.stages.manifests()
+    totals = stage_totals(manifests)
+    updates, _ = curve(manifests, "update", "policy_version")
+    accuracy = {
+        mode: dict(zip(*curve(manifests, "evaluate", f"{mode}_accuracy"), strict=True)) for mode in ("sampled", "greedy")
+    }
+    between = seconds_between_stages(manifests)
+    if as_json:
+        result = {
+            "run": run.name,
+            "iterations_done": len(updates),
+            "iterations": run.config.iterations,
+            "stages": [asdict(each) for each in totals],
+            "accuracy": accuracy,
+            "seconds_between_stages": between,
+            "place": run.place,
+        }
+        typer.echo(json.dumps(result))
+        return
+    from rich.table import Table
+
+    from flows.cli.console import console
+
+    console.print(f"[bold]{run.name}[/]: {len(updates)} of {run.config.iterations} iterations, {run.place}")
+    table = Table()
+    for name in ("stage", "computed", "adopted", "rows", "tokens", "seconds", "rows/s"):
+        table.add_column(name, justify="left" if name == "stage" else "right")
+    for each in totals:
+        rate = f"{each.rows / each.seconds:,.0f}" if each.seconds > 0 and each.rows else ""
+        table.add_row(
+            each.stage, str(each.artifacts - each.adopted), str(each.adopted), f"{each.rows:,}", f"{each.tokens:,}",
+            f"{each.seconds:.1f}", rate,
+        )  # fmt: skip
+    console.print(table)
+    for mode, points in accuracy.items():
+        if points:
+            console.print(f"{mode} accuracy: " + "  ".join(f"{k}: {value:.3f}" for k, value in points.items()))
+    if between is not None:
+        console.print(f"outside stage bodies (Prefect, commits, MLflow): {1000 * between:.0f} ms an iteration (median)")
+
+
+def _show_iteration(run: Any, iteration: int, as_json: bool) -> None:
+    from grpo_lib.errors import NotFoundError
+
+    found = [each for each in run.stages.manifests() if (each.iteration or 0) == iteration]
+    if not found:
+        raise NotFoundError(f"run {run.name!r} has no iteration {iteration}; `grpo show {run.name}` says how far it is")
+    rows = [
+        {
+            "stage": each.stage,
+            "shard": each.shard,
+            "rows": each.rows,
+            "tokens": each.tokens,
+            "seconds": each.seconds,
+            "adopted_from": each.adopted_from,
+            "folder": run.objects.location(each.parts[0].path.rpartition("/")[0]) if each.parts else None,
+            "key": each.key,
+            "summary": each.summary,
+        }
+        for each in found
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    from flows.cli.console import console
+
+    for row in rows:
+        kind = "adopted" if row["adopted_from"] else "computed"
+        console.print(
+            f"[bold]{row['stage']}[/] {kind}, {row['rows']:,} rows, {row['tokens']:,} tokens, {row['seconds']:.3f} s"
+        )
+        console.print(f"  {row['folder'] or '(summary only)'}", soft_wrap=True)
+
+
+def rollouts(
+    run: RunName,
+    iteration: Annotated[int, typer.Option("-k", "--iteration", min=0, help="Which iteration.")] = 0,
+    where: Annotated[
+        str | None, typer.Option(help="SQL condition, e.g. \"value < 1 and tokens > 40 and prompt like '%17%'\".")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 10,
+    store: Store = "grpo-store",
+    endpoint_url: Endpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Rollouts of an iteration with reward and advantage; SQL over the stored Arrow data.
+
+    Columns: rollout_id, prompt, text, reference, data_source, value, correct, reason, advantage, tokens, surprise,
+    finish_reason, policy_version.
+    """
+    from grpo_lib.data.queries import select_rollouts
+    from grpo_lib.run import load_run
+
+    loaded = load_run(StoreConfig(uri=store, endpoint_url=endpoint_url), run)
+    rows = select_rollouts(loaded.stages, iteration, where=where, limit=limit)
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    from flows.cli.console import console, print_response
+
+    for row in rows:
+        value = "none" if row["value"] is None else f"{row['value']:.3f}"
+        advantage = "-" if row["advantage"] is None else f"{row['advantage']:+.3f}"
+        label = f"{row['rollout_id']}  reward {value}  advantage {advantage}  {row['tokens']} tokens, {row['finish_reason']}"
+        print_response(label, row)
+        if row["reason"]:
+            console.print(f"  {row['reason']}", style="yellow")
+    console.print(f"{len(rows)} rollouts of iteration {iteration}", style="dim")

@@ -1,0 +1,91 @@
+"""`grpo`: the command line. Heavy packages are imported by the command that needs them, never for `--help`."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from flows.cli.inspect import rollouts, show
+from flows.cli.training import evaluate, resume, run, warm_start
+from grpo_lib.errors import GrpoError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="RL post-training of language models (GRPO and its family) as a durable, rerunnable workflow.\n\n"
+    "Start with `grpo run deployments/configs/demo.yaml`; every stage of every iteration is kept.",
+    epilog="A wrong setting or missing file ends with code 2 before any training; a failed run with code 1.",
+)
+
+
+def version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"grpo-pipeline {installed('grpo-pipeline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+app.command()(run)
+app.command()(resume)
+app.command()(show)
+app.command()(rollouts)
+app.command()(evaluate)
+app.command("warm-start")(warm_start)
+
+
+@app.command()
+def doctor(
+    store: Annotated[str, typer.Option(envvar="GRPO_STORE", help="Folder or s3://bucket/prefix.")] = "grpo-store",
+    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint, for services other than AWS.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Check versions, device, store, MLflow and Prefect; say what is wrong and how to mend it."""
+    from flows.cli.doctor import examine
+
+    examine(store, endpoint_url, as_json)
+
+
+def main() -> None:
+    """Entry point: errors of this package become one message and an exit code, never a traceback."""
+    try:
+        app(standalone_mode=False)
+    except GrpoError as error:
+        _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted; what was committed is kept: `grpo resume` goes on from there", 130)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except Exception as error:
+        from click import ClickException
+
+        if not isinstance(error, ClickException):
+            raise
+        error.show()
+        sys.exit(error.exit_code)
+
+
+def _fail(message: str, code: int) -> None:
+    from rich.console import Console
+
+    sys.stdout.flush()
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print("[bold red]error:[/]", end=" ")
+    console.print(message, markup=False)
+    sys.stderr.flush()
+    # Threads of an interrupted run may still wait for their futures.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

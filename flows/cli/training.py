@@ -1,0 +1,120 @@
+"""Commands that compute: `run`, `resume`, `evaluate`, `warm-start`."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from grpo_lib.config import RunConfig, StoreConfig, load_config
+
+Config = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="`key=value` settings, e.g. rollout.samples=16 name=first.", show_default=False)
+]
+RunName = Annotated[str, typer.Argument(help="Name of the run.", show_default=False, metavar="RUN")]
+Store = Annotated[str, typer.Option("--store", envvar="GRPO_STORE", help="Folder or s3://bucket/prefix.")]
+Endpoint = Annotated[str | None, typer.Option("--endpoint-url", help="S3 endpoint, for services other than AWS.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, nothing else.")]
+
+
+def run(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Train. Settings are checked before anything is loaded; a run that was interrupted goes on."""
+    _train(load_config(config, overrides or []), as_json)
+
+
+def resume(
+    run: RunName, overrides: Overrides = None, store: Store = "grpo-store", endpoint_url: Endpoint = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Go on with a run from what it has committed; nothing is generated twice."""
+    from grpo_lib.run import load_run
+
+    _train(load_run(StoreConfig(uri=store, endpoint_url=endpoint_url), run, overrides or []).config, as_json)
+
+
+def evaluate(
+    run: RunName,
+    overrides: Overrides = None,
+    version: Annotated[
+        int | None, typer.Option("-k", "--version", min=0, help="Policy after so many updates; default: the last.")
+    ] = None,
+    store: Store = "grpo-store",
+    endpoint_url: Endpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a policy of a run on held-out prompts, e.g. with evaluation.samples=8 evaluation.pass_k=[1,8]."""
+    from grpo_lib.run import load_run
+
+    loaded = load_run(StoreConfig(uri=store, endpoint_url=endpoint_url), run, overrides or [])
+    _check(loaded.config)
+    summary = _in_prefect(lambda: _flow("evaluate", "evaluate")(loaded.config, version), as_json)
+    if as_json:
+        typer.echo(json.dumps(summary))
+        return
+    from flows.cli.console import print_numbers
+
+    print_numbers(f"{run}, policy version {summary['policy_version']}", summary)
+
+
+def warm_start(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Make the small model and fine-tune it on demonstrations; `run` then finds it done."""
+    from grpo_lib.errors import ConfigError
+
+    settings = load_config(config, overrides or [])
+    if settings.warm_start is None:
+        raise ConfigError(f"{config} has no warm_start section: the run starts from model.path={settings.model.path!r}")
+    _check(settings)
+    result = _in_prefect(lambda: _flow("warm_start", "warm_start")(settings), as_json)
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    from flows.cli.console import print_numbers
+
+    print_numbers(f"warm start in {result.pop('folder')}", result)
+
+
+def _train(config: RunConfig, as_json: bool) -> None:
+    _check(config)
+    result = _in_prefect(lambda: _flow("train", "train")(config), as_json)
+    if as_json:
+        typer.echo(result.model_dump_json())
+        return
+    from flows.cli.console import print_report
+
+    print_report(result, config)
+
+
+def _check(config: RunConfig) -> None:
+    from grpo_lib.preflight import check_surroundings
+
+    check_surroundings(config)
+
+
+def _flow(module: str, name: str) -> Callable[..., Any]:
+    import importlib
+
+    return getattr(importlib.import_module(f"flows.{module}"), name)
+
+
+def _in_prefect(call: Callable[[], Any], quiet: bool) -> Any:
+    """Calls a flow with an embedded Prefect server, or the one that PREFECT_API_URL names."""
+    defaults = {
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # Errors are printed once, at the end; the server's log holds everything.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    home.mkdir(parents=True, exist_ok=True)
+    if quiet:
+        return call()
+    from flows.cli.console import live_progress
+
+    with live_progress():
+        return call()

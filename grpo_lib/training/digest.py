@@ -1,0 +1,34 @@
+"""Identity of a set of weights: the same on both sides, trainer and engine."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+HEAD = "lm_head.weight"
+
+
+def weights_digest(state: Mapping[str, Tensor]) -> str:
+    """sha256 over names, dtypes, shapes and bytes, in the order of names.
+
+    A head that shares its storage with the embedding is left out, so that it makes no difference whether tied
+    weights are listed once or twice.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        if name == HEAD and _is_tied(state):
+            continue
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _is_tied(state: Mapping[str, Tensor]) -> bool:
+    head = state[HEAD]
+    return any(
+        other.data_ptr() == head.data_ptr() and other.shape == head.shape and other.device == head.device
+        for name, other in state.items()
+        if name != HEAD and head.numel()
+    )
