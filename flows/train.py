@@ -44,10 +44,13 @@ def train(config: RunConfig) -> RunReport:
         progress().stage_advanced("iteration", None, k, config.iterations, 0)
         policy = iterate(run, k, data, initial, policy, published)
         done = k + 1
-        if done % config.checkpoint.every == 0 or done == config.iterations:
-            published.append(publish.submit(run, k, [checkpoint(run, k, policy)]))
-        if done % config.evaluation.every == 0 or done == config.iterations:
-            published.append(publish.submit(run, done, [evaluate(run, done, data, policy)]))
+        last, due = done == config.iterations, []
+        if last or done % config.checkpoint.every == 0:
+            due.append(checkpoint(run, k, policy))
+        if last or done % config.evaluation.every == 0:
+            due.append(evaluate(run, done, data, policy))
+        if due:
+            published.append(publish.submit(run, done, due))
     progress().stage_advanced("iteration", None, config.iterations, config.iterations, 0)
     results(published)
     return report(run)

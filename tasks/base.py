@@ -143,29 +143,36 @@ class StageTask:
         external: Mapping[str, str] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         key = stage_key(self.spec, run.config, artifacts(inputs), iteration, shard, external)
-        known = run.stages.find(self.spec, key, iteration, shard) is not None
+        known = run.stages.find(self.spec, key, iteration, shard)
+        if known is not None:
+            _report(known)
         arguments = {
             "run": run, "iteration": iteration, "inputs": inputs, "shard": shard, "key": key, "stage": self.spec.name
         }
-        return (self._reuse if known else self._compute), arguments
+        return (self._compute if known is None else self._reuse), arguments
 
     def _run(
         self, run: Run, iteration: int | None, inputs: tuple[Input, ...], shard: int, key: str
     ) -> ArtifactRef:
-        progress().stage_started(self.spec.name, iteration)
         ref = run.stages.find(self.spec, key, iteration, shard)
-        if ref is None:
-            with run.stages.attempt(self.spec, run.config, key, artifacts(inputs), iteration, shard) as attempt:
-                ref = self.body(Stage(run, self.spec, iteration, shard, key, attempt), *inputs)
-        progress().stage_ended(
-            self.spec.name, iteration, rows=ref.rows, tokens=ref.tokens, seconds=ref.seconds, reused=ref.reused
-        )
+        if ref is not None:
+            return ref
+        progress().stage_started(self.spec.name, iteration)
+        with run.stages.attempt(self.spec, run.config, key, artifacts(inputs), iteration, shard) as attempt:
+            ref = self.body(Stage(run, self.spec, iteration, shard, key, attempt), *inputs)
+        _report(ref)
         return ref
 
 
 def stage_task(spec: StageSpec) -> Callable[[Callable[..., ArtifactRef]], StageTask]:
     """Decorator: a body ``(stage, *inputs) -> ArtifactRef`` becomes a stage."""
     return lambda body: StageTask(spec, body)
+
+
+def _report(ref: ArtifactRef) -> None:
+    progress().stage_ended(
+        ref.stage, ref.iteration, rows=ref.rows, tokens=ref.tokens, seconds=ref.seconds, reused=ref.reused
+    )
 
 
 def artifacts(inputs: Sequence[Input]) -> list[ArtifactRef]:

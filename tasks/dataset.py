@@ -1,7 +1,7 @@
 """`dataset`: all prompts of the run, both splits, tokenised; once, before the first iteration."""
 
 from grpo_lib.data.prompts import build_dataset
-from grpo_lib.data.tokenizers import run_tokenizer
+from grpo_lib.models import run_tokenizer
 from grpo_lib.problems import get_problem
 from grpo_lib.storage.keys import StageSpec
 from grpo_lib.storage.stages import ArtifactRef

@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from grpo_lib.data.prompts import split_of
-from grpo_lib.data.tokenizers import run_tokenizer
-from grpo_lib.models import load_model, load_tokenizer, make_small_model
+from grpo_lib.models import load_model, load_tokenizer, make_small_model, run_tokenizer
 from grpo_lib.problems import get_problem
 from grpo_lib.problems.demonstrations import demonstrations
 from grpo_lib.storage.keys import StageSpec

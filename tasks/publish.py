@@ -16,25 +16,27 @@ PUBLISH = StageSpec(name="publish", version=1, reads=("run_name", "tracking"))
 @stage_task(PUBLISH)
 def publish(stage: Stage, artifacts: list[ArtifactRef]) -> ArtifactRef:
     """Logs metrics, datasets, checkpoints and held-out samples; committed when MLflow has them."""
-    stages = stage.run.stages
-    manifests = [stages.manifest(ref) for ref in artifacts]
-    tracker = tracker_for(stage.run)
-    points = metric_points(manifests)
-    tracker.log_points(points.to_pylist())
-    for ref, manifest in zip(artifacts, manifests, strict=True):
-        if ref.stage == "dataset":
-            tracker.log_dataset(
-                name=str(stage.run.config.data.problem), digest=ref.digest, uri=stages.folder(ref), context="training"
-            )
-        if ref.stage == "checkpoint":
-            tracker.log_model(
-                version=int(str(manifest.summary["policy_version"])),
-                digest=str(manifest.summary["policy_digest"]),
-                uri=stages.folder(ref),
-            )
-        if ref.stage == "evaluate":
-            table = held_out_samples(stage.table(ref), stage.config.tracking.rollout_samples)
-            tracker.log_table(table.to_pydict(), f"evaluation/{ref.iteration:06d}.json")
+    stages, tracker = stage.run.stages, tracker_for(stage.run)
+    manifests = {ref.stage: stages.manifest(ref) for ref in artifacts}
+    by_stage = {ref.stage: ref for ref in artifacts}
+    points = metric_points([stages.manifest(ref) for ref in artifacts])
+    model_id = None
+    if "checkpoint" in by_stage:
+        model_id = tracker.log_model(
+            version=manifests["checkpoint"].summary["policy_version"],
+            digest=manifests["checkpoint"].summary["policy_digest"],
+            uri=stages.folder(by_stage["checkpoint"]),
+        )
+    tracker.log_points(points.to_pylist(), model_id)
+    if "dataset" in by_stage:
+        data = by_stage["dataset"]
+        tracker.log_dataset(
+            name=stage.run.config.data.problem, digest=data.digest, uri=stages.folder(data), context="training"
+        )
+    if "evaluate" in by_stage:
+        evaluation = by_stage["evaluate"]
+        samples = held_out_samples(stage.table(evaluation), stage.config.tracking.rollout_samples)
+        tracker.log_table(samples.to_pydict(), f"evaluation/{evaluation.iteration:06d}.json")
     return stage.commit(points)
 
 

@@ -8,16 +8,17 @@ update that failed half-way leaves nothing behind.
 
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_lib.data.ragged import Ragged
-from grpo_lib.errors import ReplayError
+from grpo_lib.errors import ParityError, ReplayError
 from grpo_lib.generation.base import Engine
 from grpo_lib.generation.local import LocalEngine
 from grpo_lib.models import load_model, load_tokenizer
@@ -27,6 +28,7 @@ from grpo_lib.run import Run
 from grpo_lib.storage.keys import ConfigView
 from grpo_lib.storage.stages import ArtifactRef, InputRef, Manifest, stage_key
 from grpo_lib.training.checkpoints import CHECKPOINT
+from grpo_lib.training.digest import weights_digest
 from grpo_lib.training.microbatches import Sequences
 from grpo_lib.training.scoring import score
 from grpo_lib.training.torch_backend import TorchTrainer
@@ -49,7 +51,9 @@ class Workers:
         self._trainer_lock = threading.RLock()
         self._engine_lock = threading.RLock()
         self._reference_lock = threading.RLock()
-        self._held: str | None = None  # key of the policy artifact that the trainer holds
+        # Keys of the policy artifacts that trainer and engine hold; None: unknown.
+        self._held: str | None = None
+        self._engine_held: str | None = None
         self.device = torch_device(run.config.placement.device)
         if run.config.placement.threads is not None:
             torch.set_num_threads(run.config.placement.threads)
@@ -131,11 +135,24 @@ class Workers:
     def engine_at(self, policy: ArtifactRef) -> Iterator[Engine]:
         """The rollout engine holding the weights of ``policy``, for one caller at a time."""
         with self._engine_lock:
-            expected = self._run.stages.manifest(policy).summary["policy_digest"]
-            if self._engine.digest() != expected:
+            if self._engine_held != policy.key:
+                self._engine_held = None
                 with self.trainer_at(policy) as trainer:
-                    self._engine.load(trainer.weights())
+                    weights = trainer.weights()
+                    self._engine.load(weights)
+                self._check_loaded(weights, policy)
+                self._engine_held = policy.key
             yield self._engine
+
+    def _check_loaded(self, weights: Mapping[str, Tensor], policy: ArtifactRef) -> None:
+        dtype = DTYPES[self._run.config.model.dtype]
+        expected = weights_digest({name: tensor.to(dtype) for name, tensor in weights.items()})
+        found = self._engine.digest()
+        if found != expected:
+            raise ParityError(
+                f"engine {self._engine.name!r} was given the weights of {policy.manifest} with digest "
+                f"{expected[:16]} and holds {found[:16]}; nothing was generated with them"
+            )
 
     def _bring_to(self, trainer: TorchTrainer, policy: ArtifactRef) -> None:
         """Restores the nearest state before ``policy`` and replays the committed updates up to it."""

@@ -3,38 +3,22 @@
 A prompt reads ``<nums>30,12,7<target>25`` (numbers in descending order), a response
 ``<think>...</think><answer>30-12+7</answer>``. Puzzles are made on the spot from a seed, and all can be solved: with
 only + and - they come from a chain over the listed numbers that starts with the largest, with * or / from a random
-expression. Answers are read by a parser of our own, in exact fractions; nothing that a policy writes is evaluated.
+expression. Answers are judged in exact fractions.
 """
 
 import json
 import random
-import re
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
-from typing import TypeVar
 
 import pyarrow as pa
 
 from grpo_lib.config import CountdownData, RewardConfig
-from grpo_lib.errors import DataError
+from grpo_lib.problems.arithmetic import calculate, parse_arithmetic
+from grpo_lib.problems.common import PROMPT_SCHEMA, RESPONSE_TAGS, answer_of, collect_unique, graded, split_rows
 from grpo_lib.types import Problem, RewardFunction, RewardResult, Sample
 
-MAX_ANSWER_CHARS = 200
-"""Longer answers are not read."""
-MAX_DEPTH = 20
-"""Deeper nesting of parentheses and minus signs is not read."""
-RESPONSE_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-
-PROMPT_SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt_id", "prompt", "reference", "data_source")])
-
-Item = TypeVar("Item", bound=Hashable)
 Puzzle = tuple[tuple[int, ...], int]
-
-_RESPONSE = re.compile(r"\s*<think>.*</think>\s*<answer>(?P<answer>.*)</answer>\s*", re.DOTALL)
-_TOKEN = re.compile(r"[ \t]*([0-9]+|[-+*/()])[ \t]*")
-_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 # Puzzles
@@ -75,38 +59,6 @@ def make_puzzles(options: CountdownData, count: int, seed: int) -> list[Puzzle]:
     return collect_unique(lambda: draw(options, rng), count, remedy)
 
 
-def collect_unique(draw: Callable[[], Item | None], count: int, remedy: str) -> list[Item]:
-    """Draws until ``count`` different puzzles are found; ``None`` from ``draw`` is a miss.
-
-    Raises:
-        DataError: nothing new came for 10,000 draws and ten more for each puzzle found.
-    """
-    found: dict[Item, None] = {}
-    misses = 0
-    while len(found) < count:
-        puzzle = draw()
-        if puzzle is not None and puzzle not in found:
-            found[puzzle] = None
-            misses = 0
-        else:
-            misses += 1
-            if misses > 10_000 + 10 * len(found):
-                raise DataError(
-                    f"{count} unique puzzles are asked for, and only {len(found)} could be found "
-                    f"(then {misses} draws gave no new one): {remedy}"
-                )
-    return list(found)
-
-
-def split_rows(split: str, heldout: int) -> slice:
-    """Where a split stands in a list whose first ``heldout`` entries are held out."""
-    if split == "heldout":
-        return slice(None, heldout)
-    if split == "train":
-        return slice(heldout, None)
-    raise DataError(f"there is no split {split!r}: use train or heldout")
-
-
 def _draw_numbers(options: CountdownData, rng: random.Random) -> list[int]:
     """Numbers in descending order, every multiset equally likely, so that early and late draws look alike.
 
@@ -143,136 +95,6 @@ def _draw_expression(options: CountdownData, rng: random.Random) -> Puzzle | Non
 
 
 # Answers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arithmetic:
-    """An arithmetic expression that was read."""
-
-    value: Fraction | None
-    """Its exact value; ``None`` where it divides by zero."""
-    numbers: tuple[int, ...]
-    """The numbers in it, from left to right."""
-    operators: frozenset[str]
-    """The operators in it; a minus sign counts as ``-``."""
-
-
-def calculate(operator: str, left: int | Fraction | None, right: int | Fraction | None) -> int | Fraction | None:
-    """``left operator right``, exactly; ``None`` for a division by zero or when an operand is ``None``.
-
-    >>> calculate("/", 1, 3)
-    Fraction(1, 3)
-    >>> calculate("/", 1, 0) is None
-    True
-    """
-    if left is None or right is None:
-        return None
-    if operator == "+":
-        return left + right
-    if operator == "-":
-        return left - right
-    if operator == "*":
-        return left * right
-    return Fraction(left) / right if right else None
-
-
-def parse_arithmetic(text: str) -> Arithmetic | None:
-    """Reads whole numbers, + - * /, minus signs and parentheses; ``None`` where that is not what stands there.
-
-    Answers of more than ``MAX_ANSWER_CHARS`` characters or nested deeper than ``MAX_DEPTH`` are not read.
-
-    >>> parse_arithmetic("(30-12)/4").value
-    Fraction(9, 2)
-    >>> parse_arithmetic("30**2") is None
-    True
-    """
-    if len(text) > MAX_ANSWER_CHARS:
-        return None
-    try:
-        return _Parser(_tokens(text)).parse()
-    except _NotArithmeticError:
-        return None
-
-
-class _NotArithmeticError(Exception):
-    """The text is no arithmetic expression; never leaves `parse_arithmetic`."""
-
-
-def _tokens(text: str) -> list[str]:
-    tokens, position = [], 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise _NotArithmeticError
-        tokens.append(match[1])
-        position = match.end()
-    return tokens
-
-
-class _Parser:
-    """Precedence climbing; evaluates while it reads."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self._tokens = [*tokens, ""]  # the empty token marks the end
-        self._position = 0
-        self._numbers: list[int] = []
-        self._operators: set[str] = set()
-
-    def parse(self) -> Arithmetic:
-        value = self._expression(1, 0)
-        if self._take() != "":
-            raise _NotArithmeticError
-        exact = None if value is None else Fraction(value)
-        return Arithmetic(value=exact, numbers=tuple(self._numbers), operators=frozenset(self._operators))
-
-    def _take(self) -> str:
-        token = self._tokens[self._position]
-        self._position += 1
-        return token
-
-    def _expression(self, level: int, depth: int) -> int | Fraction | None:
-        """Operators of precedence ``level`` and above, left-associative."""
-        value = self._operand(depth)
-        while _PRECEDENCE.get(self._tokens[self._position], 0) >= level:
-            operator = self._take()
-            self._operators.add(operator)
-            value = calculate(operator, value, self._expression(_PRECEDENCE[operator] + 1, depth))
-        return value
-
-    def _operand(self, depth: int) -> int | Fraction | None:
-        token = self._take()
-        if token.isdigit():
-            self._numbers.append(int(token))
-            return self._numbers[-1]
-        if depth == MAX_DEPTH or token not in ("-", "("):
-            raise _NotArithmeticError
-        if token == "-":
-            self._operators.add("-")
-            return calculate("-", 0, self._operand(depth + 1))
-        value = self._expression(1, depth + 1)
-        if self._take() != ")":
-            raise _NotArithmeticError
-        return value
-
-
-def answer_of(response: str) -> str | None:
-    """What stands in the answer block; ``None`` unless the response is one think and one answer block.
-
-    >>> answer_of("<think>...</think><answer>30-12+7</answer>")
-    '30-12+7'
-    >>> answer_of("<answer>30-12+7</answer>") is None
-    True
-    """
-    if any(response.count(tag) != 1 for tag in RESPONSE_TAGS):
-        return None
-    match = _RESPONSE.fullmatch(response)
-    return match["answer"] if match else None
-
-
-def graded(reward: RewardConfig, *, well_formed: bool, correct: bool) -> RewardResult:
-    """The reward of an answer: right, wrong in the right format, or neither."""
-    value = reward.correct if correct else reward.format_only if well_formed else 0.0
-    return RewardResult(value=value, components={"correct": float(correct), "format": float(well_formed)})
 
 
 def make_reward(options: CountdownData, reward: RewardConfig) -> RewardFunction:

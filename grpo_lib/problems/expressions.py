@@ -12,15 +12,8 @@ from itertools import product
 import pyarrow as pa
 
 from grpo_lib.config import ExpressionsData, RewardConfig
-from grpo_lib.problems.countdown import (
-    PROMPT_SCHEMA,
-    RESPONSE_TAGS,
-    answer_of,
-    calculate,
-    collect_unique,
-    graded,
-    split_rows,
-)
+from grpo_lib.problems.arithmetic import calculate
+from grpo_lib.problems.common import PROMPT_SCHEMA, RESPONSE_TAGS, answer_of, collect_unique, graded, split_rows
 from grpo_lib.types import Problem, RewardFunction, RewardResult, Sample
 
 Expression = tuple[tuple[int, ...], tuple[str, ...]]

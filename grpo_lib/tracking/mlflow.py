@@ -154,11 +154,18 @@ class Tracker:
         return run_id
 
     @_as_tracking_error
-    def log_points(self, points: Sequence[Mapping[str, Any]]) -> None:
-        """Metric points (name, value, iteration, timestamp_ms). The same point twice is stored once."""
+    def log_points(self, points: Sequence[Mapping[str, Any]], model_id: str | None = None) -> None:
+        """Metric points (name, value, iteration, timestamp_ms). The same point twice is stored once.
+
+        Args:
+            model_id: the logged model that they belong to.
+        """
         from mlflow.entities import Metric
 
-        metrics = [Metric(each["name"], each["value"], each["timestamp_ms"], each["iteration"]) for each in points]
+        metrics = [
+            Metric(each["name"], each["value"], each["timestamp_ms"], each["iteration"], model_id=model_id)
+            for each in points
+        ]
         for start in range(0, len(metrics), 1000):  # MLflow's limit a call
             self._client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
 
@@ -174,24 +181,26 @@ class Tracker:
         self._client.log_inputs(self.run_id, [DatasetInput(dataset._to_mlflow_entity(), tags)])
 
     @_as_tracking_error
-    def log_model(self, *, version: int, digest: str, uri: str, metrics: Mapping[str, float]) -> None:
-        """One logged model for a checkpoint; the weights stay in the store."""
+    def log_model(self, *, version: int, digest: str, uri: str) -> str:
+        """One logged model for a checkpoint, found again when it is there; the weights stay in the store."""
         from mlflow.entities import LoggedModelOutput
 
         name = f"{self._name}-v{version}"
         query = f"name = '{name}' and tags.`grpo.policy_digest` = '{digest}'"
-        if any(m.source_run_id == self.run_id for m in self._client.search_logged_models([self.experiment_id], query)):
-            return
+        for known in self._client.search_logged_models([self.experiment_id], query):
+            if known.source_run_id == self.run_id:
+                return known.model_id
         model = self._client.create_logged_model(
             self.experiment_id,
             name=name,
             source_run_id=self.run_id,
-            tags={"grpo.checkpoint": uri, "grpo.policy_digest": digest, **{k: f"{v:.4f}" for k, v in metrics.items()}},
+            tags={"grpo.checkpoint": uri, "grpo.policy_digest": digest},
             params={"policy_version": str(version)},
             model_type="policy",
         )
         self._client.finalize_logged_model(model.model_id, "READY")
         self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step=version)])
+        return model.model_id
 
     @_as_tracking_error
     def log_table(self, columns: Mapping[str, Sequence[Any]], file: str) -> None:

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from grpo_lib.config import WarmStartConfig
 from grpo_lib.errors import DataError, NonFiniteError
+from grpo_lib.training.muon import Muon
 from grpo_lib.training.schedules import lr_factor
 
 IGNORED = -100
@@ -147,7 +148,7 @@ def _optimizers(model: nn.Module, config: WarmStartConfig) -> list[torch.optim.O
     matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outside]
     others = [p for p in model.parameters() if p.ndim != 2 or id(p) in outside]
     return [
-        torch.optim.Muon(matrices, lr=config.muon_lr, momentum=0.95, weight_decay=0.01),
+        Muon(matrices, lr=config.muon_lr),
         torch.optim.AdamW(others, lr=config.adamw_lr, betas=(0.9, 0.99), weight_decay=0.0),
     ]
 
@@ -166,7 +167,7 @@ def _step(
     logits = model(input_ids=ids.to(device), use_cache=False).logits.float()
     total = cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), ignore_index=IGNORED, reduction="sum")
     loss = total / denominator
-    value = float(loss)
+    value = loss.item()
     if not np.isfinite(value):
         raise NonFiniteError(
             f"the loss of warm-start step {step + 1} is {value}: lower warm_start.muon_lr={config.muon_lr:g} "
