@@ -74,7 +74,15 @@ def as_markdown(result: RunReport) -> str:
         f"| {each.mode} | {each.before:.3f} ± {each.before_se:.3f} | {each.after:.3f} ± {each.after_se:.3f} |"
         for each in result.accuracy
     )
-    return (
-        f"# {result.run}\n\n| held-out accuracy | before | after {result.iterations} iterations |\n|---|---|---|\n{rows}\n\n"
-        f"- store: `{result.store}`\n- curves: `{result.curve}`\n- MLflow: `{result.mlflow_uri}`, run `{result.mlflow_run}`\n"
-    )
+    lines = [
+        f"# {result.run}",
+        "",
+        f"| held-out accuracy | before | after {result.iterations} iterations |",
+        "|---|---|---|",
+        rows,
+        "",
+        f"- store: `{result.store}`",
+        f"- curves: `{result.curve}`",
+        f"- MLflow: `{result.mlflow_uri}`, run `{result.mlflow_run}`",
+    ]
+    return "\n".join(lines)

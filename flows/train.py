@@ -6,6 +6,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.report import RunReport, report
 from grpo_lib.config import RunConfig
+from grpo_lib.placement.devices import use_threads
 from grpo_lib.preflight import check_surroundings, data_digests, model_digests
 from grpo_lib.progress import progress
 from grpo_lib.run import Run, open_run
@@ -58,6 +59,7 @@ def train(config: RunConfig) -> RunReport:
 
 def start(run: Run) -> tuple[ArtifactRef, ArtifactRef]:
     """The run's prompts and the policy that it starts from."""
+    use_threads(run.config.placement.threads)
     data = dataset(run, None, external=data_digests(run.config))
     if run.config.model.path is None:
         return data, warm_start(run, None, data)

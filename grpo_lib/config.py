@@ -7,12 +7,16 @@ value, the bound and the remedy.
 
 import hashlib
 import json
+import re
+from collections.abc import Hashable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal, get_args
+from urllib.parse import parse_qs, urlsplit
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from yaml.constructor import ConstructorError
 
 from grpo_lib.errors import ConfigError
 
@@ -22,10 +26,17 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @field_validator("*")
+    @classmethod
+    def _fits_int32(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) >= 2**31:
+            raise ValueError(f"{value} is too large; stay below {2**31}")
+        return value
+
 
 def _no_credentials(url: str) -> str:
     parts = urlsplit(url)
-    if parts.password is not None:
+    if parts.password is not None or "password" in parse_qs(parts.query):
         raise ValueError(
             f"the URL of {parts.hostname} holds a password, which would end up in manifests and MLflow; "
             "take it out and set it in the environment (MLFLOW_TRACKING_PASSWORD, PGPASSWORD, AWS_SECRET_ACCESS_KEY)"
@@ -39,7 +50,7 @@ UrlWithoutSecrets = Annotated[str, AfterValidator(_no_credentials)]
 class StoreConfig(Section):
     """Where datasets and checkpoints live."""
 
-    uri: str = Field("grpo-store", min_length=1, description="A folder, or s3://bucket/prefix.")
+    uri: UrlWithoutSecrets = Field("grpo-store", min_length=1, description="A folder, or s3://bucket/prefix.")
     endpoint_url: UrlWithoutSecrets | None = Field(None, description="S3 endpoint, for services other than AWS.")
     region: str | None = Field(None, description="S3 region; credentials come from the environment, never from here.")
 
@@ -51,7 +62,7 @@ class SmallModelConfig(Section):
     layers: int = Field(3, ge=1, le=128)
     heads: int = Field(4, ge=1, le=128)
     kv_heads: int = Field(4, ge=1, le=128)
-    head_dim: int = Field(32, ge=8, le=256, description="vLLM on CPU takes 32, 64, 80, 96, 112, 128.")
+    head_dim: int = Field(32, ge=8, le=256, multiple_of=2, description="vLLM on CPU takes 32, 64, 80, 96, 112, 128.")
     mlp_size: int = Field(256, ge=8, le=65536)
     rope_theta: float = Field(10_000.0, gt=0)
     initializer_range: float = Field(0.08, gt=0, le=1, description="0.02 learns arithmetic far more slowly.")
@@ -67,12 +78,14 @@ class ModelConfig(Section):
     """The policy to start from: a pretrained model, or a small one made on the spot by the warm start."""
 
     path: str | None = Field(
-        None, description="Folder or hub name of a pretrained model; null makes the `small` one and warm-starts it."
+        None,
+        min_length=1,
+        description="Folder or hub name of a pretrained model; null makes the `small` one and warm-starts it.",
     )
     small: SmallModelConfig = SmallModelConfig()
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights in forward and backward passes.")
     prompt_format: Literal["plain", "chat"] = Field(
-        "plain", description="`chat` renders prompts with the tokenizer's chat template; `plain` takes them as they are."
+        "plain", description="`chat` renders prompts with the tokenizer's chat template; `plain` takes them as is."
     )
     system_prompt: str | None = Field(None, description="With prompt_format=chat: the system message.")
 
@@ -105,8 +118,8 @@ class CountdownData(Section):
     max_number: int = Field(33, ge=2, le=999)
     max_target: int = Field(99, ge=1, le=9999, description="Targets are 0..max_target.")
     operators: str = Field("+-", description="Of + - * /")
-    train_prompts: int = Field(16_000, ge=1)
-    heldout_prompts: int = Field(1024, ge=1)
+    train_prompts: int = Field(16_000, ge=1, le=10_000_000)
+    heldout_prompts: int = Field(1024, ge=1, le=10_000_000)
     persistence: float = Field(0.2, ge=0, le=1, description="Fraction of demonstrations that go on until a try passes.")
 
     @model_validator(mode="after")
@@ -124,8 +137,8 @@ class ExpressionsData(Section):
     operands: int = Field(4, ge=3, le=6)
     max_operand: int = Field(9, ge=2, le=99)
     max_value: int = Field(99, ge=1, le=9999)
-    train_prompts: int = Field(16_000, ge=1)
-    heldout_prompts: int = Field(1024, ge=1)
+    train_prompts: int = Field(16_000, ge=1, le=10_000_000)
+    heldout_prompts: int = Field(1024, ge=1, le=10_000_000)
     precedence: float = Field(0.3, ge=0, le=1, description="Fraction of demonstrations that respect precedence.")
 
 
@@ -273,7 +286,9 @@ class CheckpointConfig(Section):
 class TrackingConfig(Section):
     """MLflow."""
 
-    uri: UrlWithoutSecrets | None = Field(None, description="Tracking URI; null: SQLite beside the store (or ./mlflow.db for S3).")
+    uri: UrlWithoutSecrets | None = Field(
+        None, description="Tracking URI; null: SQLite beside the store (or ./mlflow.db for S3)."
+    )
     experiment: str = Field("grpo", min_length=1)
     rollout_samples: int = Field(8, ge=0, description="Rollouts an evaluation shown in MLflow's table.")
 
@@ -282,7 +297,7 @@ class PlacementConfig(Section):
     """Where stages run."""
 
     kind: Literal["local"] = Field("local", description="`local`: in this process, engines stay warm.")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto, cpu, cuda or cuda:N.")
     threads: int | None = Field(None, ge=1, description="CPU threads of torch; null: torch's own choice.")
 
 
@@ -295,7 +310,7 @@ class RunConfig(Section):
         description="Name of the run; null: the problem and a digest of the configuration.",
     )
     seed: int = Field(0, ge=0, lt=2**31)
-    iterations: int = Field(120, ge=1)
+    iterations: int = Field(120, ge=1, le=999_999)
     data: DataConfig
     store: StoreConfig = StoreConfig()
     model: ModelConfig = ModelConfig()
@@ -321,7 +336,7 @@ class RunConfig(Section):
                 "the warm start makes a small model of its own; remove one"
             )
         if self.model.path is None and self.model.prompt_format == "chat":
-            raise ValueError("prompt_format=chat needs a model with a chat template; the small model has none: use plain")
+            raise ValueError("prompt_format=chat needs a model with a chat template, the small one has none: use plain")
         if rollout.samples < 2:
             raise ValueError(
                 f"rollout.samples={rollout.samples}: {self.algorithm.advantage} compares the responses of a group "
@@ -395,76 +410,155 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read the configuration {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"can't read the configuration {path}: {error.strerror}; name a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the configuration {path} is not UTF-8 text ({error}); name a YAML file") from error
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        values = yaml.load(text, _UniqueKeys)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings at its top, found {type(values).__name__}")
+        found = "nothing" if values is None else type(values).__name__
+        raise ConfigError(f"{path} must hold a mapping of settings at its top, found {found}")
     return make_config(values, overrides, origin=str(path))
 
 
-def make_config(values: dict[str, Any], overrides: list[str] | tuple[str, ...] = (), origin: str = "config") -> RunConfig:
+def make_config(
+    values: dict[str, Any], overrides: list[str] | tuple[str, ...] = (), origin: str = "config"
+) -> RunConfig:
     """Validates a mapping after applying ``key.sub=value`` overrides (values are read as YAML)."""
-    values = json.loads(json.dumps(values, default=str))
+    try:
+        values = json.loads(json.dumps(values, default=str))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{origin}: this is not a tree of plain values ({error})") from None
     for override in overrides:
         _apply(values, override)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        lines = [_describe(problem) for problem in error.errors()]
-        raise ConfigError(f"{origin}: " + "; ".join(lines)) from None
+        raise _config_error(origin, error) from None
+
+
+def make_store_config(uri: str, endpoint_url: str | None = None) -> StoreConfig:
+    """The store that options of the command line name.
+
+    Raises:
+        ConfigError: naming the option's value and the remedy.
+    """
+    try:
+        return StoreConfig(uri=uri, endpoint_url=endpoint_url)
+    except ValidationError as error:
+        raise _config_error("store", error) from None
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that is given twice is an error; PyYAML would take the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                raise ConstructorError(None, None, f"{key!r} is given twice; join the two", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"override {override!r} is not of the form key=value, e.g. rollout.samples=16")
+    steps = key.strip().split(".")
+    if not equals or not all(steps):
+        raise ConfigError(f"override {_redacted(override)!r} is not of the form key=value, e.g. rollout.samples=16")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
-    if isinstance(value, str):
-        try:
-            value = float(value)  # YAML reads 1e-6 as a string
-        except ValueError:
-            pass
-    *parents, last = key.strip().split(".")
+        value = yaml.load(text, _UniqueKeys)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        shown = _redacted(override)
+        raise ConfigError(f"override {shown!r}: the value is not valid YAML: {_one_line(error)}") from None
+    if isinstance(value, str) and _EXPONENTIAL.fullmatch(value):
+        value = float(value)  # YAML reads 1e-6 as a string
+    *parents, last = steps
     place = values
     for parent in parents:
         if place.get(parent) is None:
             place[parent] = {}
         place = place[parent]
         if not isinstance(place, dict):
-            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
+            raise ConfigError(f"override {_redacted(override)!r}: {parent!r} is a value, not a section")
     place[last] = value
+
+
+_EXPONENTIAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@|(?<=password=)[^&\s]*")
+
+
+def _redacted(text: str) -> str:
+    """The text without what may be credentials in a URL.
+
+    >>> _redacted("tracking=http://me:secret@host")
+    'tracking=http://host'
+    """
+    return _CREDENTIALS.sub("", text)
+
+
+def _one_line(error: Exception) -> str:
+    return _redacted(" ".join(str(error).split()))
+
+
+def _config_error(origin: str, error: ValidationError) -> ConfigError:
+    return ConfigError(f"{origin}: " + "; ".join(_describe(problem) for problem in error.errors()))
 
 
 def _describe(problem: Any) -> str:
     variants = {"countdown", "expressions", "gsm8k"}
     place = ".".join(str(part) for part in problem["loc"] if part not in variants)
     message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "extra_forbidden":
-        return f"{place}: no such setting{_nearest(problem['loc'])}"
-    if problem["type"] == "missing":
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        return f"{place}: no such setting{_nearest(place)}"
+    if kind == "missing":
         return f"{place}: must be given"
-    if problem["type"] == "value_error":
+    if kind == "union_tag_not_found":
+        return f"{place}.problem: must be given, one of {_problem_names()}"
+    if kind == "union_tag_invalid":
+        return f"{place}.problem={problem['ctx']['tag']!r}: no such problem; use one of {_problem_names()}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{place} is a section with settings of its own, found {_shown(problem['input'])}"
+    if kind == "value_error":
         return f"{place}: {message}" if place else message
-    return f"{place}={problem['input']!r}: {message}"
+    if kind == "string_pattern_mismatch":
+        message = f"must match {problem['ctx']['pattern']}"
+    if kind == "string_type":
+        message += "; put it into quotes"
+    return f"{place}={_shown(problem['input'])}: {message}"
 
 
-def _nearest(location: tuple[Any, ...]) -> str:
-    from difflib import get_close_matches
-
-    known = sorted({name for section in _sections(Section) for name in section.model_fields})
-    close = get_close_matches(str(location[-1]), known, n=2)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+def _shown(value: Any) -> str:
+    text = _redacted(repr(value))
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def _sections(base: type[Section]) -> list[type[Section]]:
-    found: list[type[Section]] = []
-    for child in base.__subclasses__():
-        found += [child, *_sections(child)]
-    return found
+def _problem_names() -> str:
+    """The values of ``data.problem``."""
+    return ", ".join(each.model_fields["problem"].default for each in (CountdownData, ExpressionsData, Gsm8kData))
+
+
+def _nearest(place: str) -> str:
+    """A hint at settings with a similar name: those of the same section, else those of others."""
+    section, _, name = place.rpartition(".")
+    known: dict[str, list[str]] = {}
+    for path in _setting_paths(RunConfig):
+        known.setdefault(path.rpartition(".")[2], []).append(path)
+    here = [each for each, paths in known.items() if any(path.rpartition(".")[0] == section for path in paths)]
+    close = [f"{section}.{each}".lstrip(".") for each in get_close_matches(name, here, n=2)]
+    close = close or [path for each in get_close_matches(name, known, n=2) for path in known[each]]
+    return f"; did you mean {' or '.join(dict.fromkeys(close))}?" if close else ""
+
+
+def _setting_paths(section: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all settings below a section; it may be a union of sections."""
+    if isinstance(section, type) and issubclass(section, Section):
+        for name, field in section.model_fields.items():
+            yield prefix + name
+            yield from _setting_paths(field.annotation, f"{prefix}{name}.")
+    else:
+        for variant in get_args(section):
+            yield from _setting_paths(variant, prefix)

@@ -94,7 +94,8 @@ def _of_rows(table: pa.Table, ks: Sequence[int]) -> dict[str, float]:
         if judged.num_rows == 0:
             continue
         summary[f"{mode}_reward_mean"] = pc.mean(judged.column("value")).as_py()
-        by_prompt = judged.group_by("prompt_id", use_threads=False).aggregate([("correct", "sum"), ("correct", "count")])
+        groups = judged.group_by("prompt_id", use_threads=False)
+        by_prompt = groups.aggregate([("correct", "sum"), ("correct", "count")])
         correct = by_prompt.column("correct_sum").to_numpy().astype(np.int64)
         count = by_prompt.column("correct_count").to_numpy().astype(np.int64)
         summary[f"{mode}_accuracy"] = float(correct.sum() / count.sum())

@@ -10,8 +10,14 @@ from typing import Any, TypeVar
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from grpo_lib.config import SmallModelConfig
 from grpo_lib.errors import ModelError
@@ -89,7 +95,7 @@ def run_tokenizer(path: str | None, problem: Problem) -> Any:
     return make_tokenizer(problem.tags, problem.alphabet) if path is None else load_tokenizer(path)
 
 
-def load_model(path: str, dtype: torch.dtype, device: str) -> nn.Module:
+def load_model(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """The causal language model in a local folder or of that name on the hub, in evaluation mode.
 
     Raises:

@@ -1,27 +1,30 @@
 """What can be checked of a configuration and its surroundings in seconds, before anything expensive starts."""
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_lib.config import Gsm8kData, RunConfig
-from grpo_lib.errors import DataError, ModelError
-from grpo_lib.run import Run
+from grpo_lib.errors import ConfigError, DataError, ModelError
+from grpo_lib.problems import get_problem
+from grpo_lib.run import Run, open_run
 from grpo_lib.storage.objects import check_store
+from grpo_lib.storage.paths import run_file
 from grpo_lib.tracking.mlflow import check_tracking, tracking_uri
 
 
 def check_surroundings(config: RunConfig) -> None:
-    """Store, MLflow, device, and files that the configuration names.
+    """Data, model folder, store, MLflow and device: the cheap and near first.
 
     Raises:
         GrpoError: for the first that is missing or broken, with the remedy.
     """
-    for path in data_files(config):
-        if not path.is_file():
-            raise DataError(f"the data file {path} does not exist; set data.path to a jsonl file")
-    check_model_path(config.model.path)
+    check_model(config)
+    check_prompts(config)
     check_store(Run(config).objects)
+    check_continuation(config)
     check_tracking(tracking_uri(config))
     if config.placement.device not in ("auto", "cpu"):
         from grpo_lib.placement.devices import torch_device
@@ -29,8 +32,45 @@ def check_surroundings(config: RunConfig) -> None:
         torch_device(config.placement.device)
 
 
-def check_model_path(path: str | None) -> None:
+def check_prompts(config: RunConfig) -> None:
+    """Both splits can be made and hold what is asked of them; prompts for the small tokenizer fit."""
+    for path in data_files(config):
+        if not path.is_file():
+            raise DataError(f"the data file {path} does not exist; set data.path to a jsonl file")
+    problem = get_problem(config.data.problem)
+    asked = {"train": ("rollout.prompts", config.rollout.prompts)}
+    asked |= {"heldout": ("evaluation.prompts", config.evaluation.prompts)}
+    for split, (setting, count) in asked.items():
+        prompts = problem.load(config.data, split, config.seed).column("prompt").to_pylist()
+        if len(prompts) < count:
+            raise DataError(f"{setting}={count} is more than the {len(prompts)} prompts of the {split} split; lower it")
+        longest = max(small_tokens(prompt, problem.tags) for prompt in prompts)
+        if config.model.path is None and longest > config.rollout.max_prompt_tokens:
+            raise DataError(
+                f"the longest prompt of the {split} split has {longest} tokens, more than "
+                f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}; raise that, or remove the prompt"
+            )
+
+
+def small_tokens(text: str, tags: Sequence[str]) -> int:
+    """Tokens of a text for the small tokenizer: one for each tag and each byte.
+
+    >>> small_tokens("<nums>30,12,7<target>25", ["<nums>", "<target>"])
+    11
+    """
+    return len(text.encode()) - sum(text.count(tag) * (len(tag.encode()) - 1) for tag in tags)
+
+
+def check_continuation(config: RunConfig) -> None:
+    """A run of that name that is in the store already must have been made with settings that compute the same."""
+    run = Run(config)
+    if run.objects.exists(run_file(run.name)):
+        open_run(config)
+
+
+def check_model(config: RunConfig) -> None:
     """A path that looks like a folder must be one with a model in it; hub names are left to Transformers."""
+    path = config.model.path
     if path is None:
         return
     folder = Path(path).expanduser()
@@ -43,6 +83,37 @@ def check_model_path(path: str | None) -> None:
         raise ModelError(f"model.path={path!r} holds no config.json; it must be a Transformers model folder")
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"model.path={path!r} holds no *.safetensors weights; convert them with save_pretrained")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise ModelError(f"model.path={path!r} holds no tokenizer; write it there with tokenizer.save_pretrained")
+    if config.model.prompt_format == "chat" and not _has_chat_template(folder):
+        raise ModelError(
+            f"model.prompt_format=chat, but the tokenizer in {path!r} has no chat template; "
+            "use an instruct model, or model.prompt_format=plain"
+        )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    positions = _json(folder / "config.json").get("max_position_embeddings")
+    if isinstance(positions, int) and longest > positions:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}, but the model {path!r} has {positions} "
+            "positions (max_position_embeddings); lower one of the two"
+        )
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    settings = folder / "tokenizer_config.json"
+    return settings.is_file() and bool(_json(settings).get("chat_template"))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"can't read {path}: {error}; write the model again with save_pretrained") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} must hold a JSON object; write the model again with save_pretrained")
+    return values
 
 
 def data_files(config: RunConfig) -> list[Path]:
@@ -62,7 +133,8 @@ def data_files(config: RunConfig) -> list[Path]:
 def data_digests(config: RunConfig) -> dict[str, str]:
     """sha256 of every data file and of a local tokenizer: part of the key of what is made from them."""
     digests = {f"data{number}": _sha256(path) for number, path in enumerate(data_files(config))}
-    return digests | {f"model/{path.name}": _sha256(path) for path in _model_files(config, ("*.json", "*.txt", "*.jinja"))}
+    tokenizer = _model_files(config, ("*.json", "*.txt", "*.jinja"))
+    return digests | {f"model/{path.name}": _sha256(path) for path in tokenizer}
 
 
 def model_digests(config: RunConfig) -> dict[str, str]:

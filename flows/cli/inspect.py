@@ -6,21 +6,21 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli.training import Endpoint, Json, RunName, Store
-from grpo_lib.config import StoreConfig
 
 
 def show(
-    run: Annotated[str | None, typer.Argument(help="Name of the run; without it: all runs.", show_default=False)] = None,
+    run: Annotated[str | None, typer.Argument(help="Name of the run; without: all runs.", show_default=False)] = None,
     iteration: Annotated[int | None, typer.Option("-k", "--iteration", min=0, help="Only this iteration.")] = None,
     store: Store = "grpo-store",
     endpoint_url: Endpoint = None,
     as_json: Json = False,
 ) -> None:
     """Summary of a run: its stages, seconds, what was computed or taken from other runs, and accuracy."""
+    from grpo_lib.config import make_store_config
     from grpo_lib.run import load_run, run_names
     from grpo_lib.storage.objects import open_store
 
-    config = StoreConfig(uri=store, endpoint_url=endpoint_url)
+    config = make_store_config(store, endpoint_url)
     if run is None:
         names = run_names(open_store(config))
         typer.echo(json.dumps(names) if as_json else "\n".join(names) or f"no runs in {store} yet")
@@ -40,9 +40,8 @@ def _show_run(run: Any, as_json: bool) -> None:
     manifests = run.stages.manifests()
     totals = stage_totals(manifests)
     updates, _ = curve(manifests, "update", "policy_version")
-    accuracy = {
-        mode: dict(zip(*curve(manifests, "evaluate", f"{mode}_accuracy"), strict=True)) for mode in ("sampled", "greedy")
-    }
+    curves = {mode: curve(manifests, "evaluate", f"{mode}_accuracy") for mode in ("sampled", "greedy")}
+    accuracy = {mode: dict(zip(*points, strict=True)) for mode, points in curves.items()}
     between = seconds_between_stages(manifests)
     if as_json:
         result = {
@@ -127,10 +126,11 @@ def rollouts(
     Columns: rollout_id, prompt, text, reference, data_source, value, correct, reason, advantage, tokens, surprise,
     finish_reason, policy_version.
     """
+    from grpo_lib.config import make_store_config
     from grpo_lib.data.queries import select_rollouts
     from grpo_lib.run import load_run
 
-    loaded = load_run(StoreConfig(uri=store, endpoint_url=endpoint_url), run)
+    loaded = load_run(make_store_config(store, endpoint_url), run)
     rows = select_rollouts(loaded.stages, iteration, where=where, limit=limit)
     if as_json:
         typer.echo(json.dumps(rows))
@@ -140,8 +140,8 @@ def rollouts(
     for row in rows:
         value = "none" if row["value"] is None else f"{row['value']:.3f}"
         advantage = "-" if row["advantage"] is None else f"{row['advantage']:+.3f}"
-        label = f"{row['rollout_id']}  reward {value}  advantage {advantage}  {row['tokens']} tokens, {row['finish_reason']}"
-        print_response(label, row)
+        length = f"{row['tokens']} tokens, {row['finish_reason']}"
+        print_response(f"{row['rollout_id']}  reward {value}  advantage {advantage}  {length}", row)
         if row["reason"]:
             console.print(f"  {row['reason']}", style="yellow")
     console.print(f"{len(rows)} rollouts of iteration {iteration}", style="dim")

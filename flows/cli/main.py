@@ -10,6 +10,8 @@ from flows.cli.inspect import rollouts, show
 from flows.cli.training import evaluate, resume, run, warm_start
 from grpo_lib.errors import GrpoError
 
+INTERRUPTED = 130  # what typer makes of Ctrl-C
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -59,20 +61,18 @@ def doctor(
 def main() -> None:
     """Entry point: errors of this package become one message and an exit code, never a traceback."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
     except GrpoError as error:
         _fail(str(error), error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; what was committed is kept: `grpo resume` goes on from there", 130)
-    except typer.Exit as stop:
-        sys.exit(stop.exit_code)
+    except typer.Abort:
+        code = INTERRUPTED
     except Exception as error:
-        from click import ClickException
-
-        if not isinstance(error, ClickException):
+        if not hasattr(error, "format_message"):  # a wrong argument; the base class differs between versions of typer
             raise
-        error.show()
-        sys.exit(error.exit_code)
+        _fail(f"{error.format_message().rstrip('.')}; see --help", 2)
+    if code == INTERRUPTED:
+        _fail("interrupted; what was committed is kept: `grpo resume` goes on from there", INTERRUPTED)
+    sys.exit(code)
 
 
 def _fail(message: str, code: int) -> None:

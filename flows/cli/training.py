@@ -4,15 +4,18 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from grpo_lib.config import RunConfig, StoreConfig, load_config
+if TYPE_CHECKING:
+    from grpo_lib.config import RunConfig
+    from grpo_lib.run import Run
 
 Config = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="`key=value` settings, e.g. rollout.samples=16 name=first.", show_default=False)
+    list[str] | None,
+    typer.Argument(help="`key=value` settings, e.g. rollout.samples=16 name=first.", show_default=False),
 ]
 RunName = Annotated[str, typer.Argument(help="Name of the run.", show_default=False, metavar="RUN")]
 Store = Annotated[str, typer.Option("--store", envvar="GRPO_STORE", help="Folder or s3://bucket/prefix.")]
@@ -22,6 +25,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, no
 
 def run(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
     """Train. Settings are checked before anything is loaded; a run that was interrupted goes on."""
+    from grpo_lib.config import load_config
+
     _train(load_config(config, overrides or []), as_json)
 
 
@@ -30,9 +35,7 @@ def resume(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Go on with a run from what it has committed; nothing is generated twice."""
-    from grpo_lib.run import load_run
-
-    _train(load_run(StoreConfig(uri=store, endpoint_url=endpoint_url), run, overrides or []).config, as_json)
+    _train(_load_run(run, overrides, store, endpoint_url).config, as_json)
 
 
 def evaluate(
@@ -46,9 +49,9 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate a policy of a run on held-out prompts, e.g. with evaluation.samples=8 evaluation.pass_k=[1,8]."""
-    from grpo_lib.run import load_run
-
-    loaded = load_run(StoreConfig(uri=store, endpoint_url=endpoint_url), run, overrides or [])
+    loaded = _load_run(run, overrides, store, endpoint_url)
+    if version:
+        _check_version(loaded, version)
     _check(loaded.config)
     summary = _in_prefect(lambda: _flow("evaluate", "evaluate")(loaded.config, version), as_json)
     if as_json:
@@ -61,6 +64,7 @@ def evaluate(
 
 def warm_start(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
     """Make the small model and fine-tune it on demonstrations; `run` then finds it done."""
+    from grpo_lib.config import load_config
     from grpo_lib.errors import ConfigError
 
     settings = load_config(config, overrides or [])
@@ -76,7 +80,22 @@ def warm_start(config: Config, overrides: Overrides = None, as_json: Json = Fals
     print_numbers(f"warm start in {result.pop('folder')}", result)
 
 
-def _train(config: RunConfig, as_json: bool) -> None:
+def _load_run(name: str, overrides: list[str] | None, store: str, endpoint_url: str | None) -> "Run":
+    from grpo_lib.config import make_store_config
+    from grpo_lib.run import load_run
+
+    return load_run(make_store_config(store, endpoint_url), name, overrides or [])
+
+
+def _check_version(run: "Run", version: int) -> None:
+    from grpo_lib.errors import NotFoundError
+
+    made = {each.summary["policy_version"] for each in run.stages.manifests() if each.stage == "update"}
+    if version not in made:
+        raise NotFoundError(f"run {run.name!r} has policies 0..{len(made)}, there is no version {version}")
+
+
+def _train(config: "RunConfig", as_json: bool) -> None:
     _check(config)
     result = _in_prefect(lambda: _flow("train", "train")(config), as_json)
     if as_json:
@@ -87,10 +106,12 @@ def _train(config: RunConfig, as_json: bool) -> None:
     print_report(result, config)
 
 
-def _check(config: RunConfig) -> None:
+def _check(config: "RunConfig") -> None:
+    from flows.cli.doctor import check_prefect
     from grpo_lib.preflight import check_surroundings
 
     check_surroundings(config)
+    check_prefect()
 
 
 def _flow(module: str, name: str) -> Callable[..., Any]:

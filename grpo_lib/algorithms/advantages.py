@@ -1,6 +1,6 @@
 """Advantage estimators: how much better a response was than one would have expected.
 
-An outcome estimator maps ``rewards`` (``[B]``) and ``group_ids`` (``int64[B]``) to one advantage a row (``float64[B]``).
+An outcome estimator maps ``rewards [B]`` and ``group_ids int64[B]`` to one advantage a row, ``float64[B]``.
 Rows whose reward could not be computed are taken out before (they belong to no statistic). A group of one has
 baseline 0 and standard deviation 1; a group whose rewards are all equal gets exactly 0.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_lib.algorithms.registry import Registry
-from grpo_lib.data.ragged import group_statistics
+from grpo_lib.data.ragged import GroupStatistics, group_statistics
 
 AdvantageEstimator = Callable[[Tensor, Tensor], Tensor]
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
@@ -25,8 +25,8 @@ def grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     [0.5773, -1.1547, 0.5773]
     """
     group = group_statistics(rewards, group_ids)
-    scaled = (rewards.double() - group.mean) / (group.std + 1e-6)
-    return _without_noise(scaled, rewards, group.constant, group.size)
+    std = torch.where(group.size == 1, 1.0, group.std)
+    return _over_baseline(rewards, group) / (std + 1e-6)
 
 
 @ADVANTAGES.register("dr_grpo")
@@ -36,11 +36,11 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     >>> dr_grpo(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([1, 1, 2])).tolist()
     [0.5, -0.5, 0.5]
     """
-    group = group_statistics(rewards, group_ids)
-    return _without_noise(rewards.double() - group.mean, rewards, group.constant, group.size)
+    return _over_baseline(rewards, group_statistics(rewards, group_ids))
 
 
-def _without_noise(advantages: Tensor, rewards: Tensor, constant: Tensor, size: Tensor) -> Tensor:
-    """Exactly 0 in groups of equal rewards; the reward itself in a group of one (baseline 0, std 1)."""
-    advantages = torch.where(constant, torch.zeros_like(advantages), advantages)
-    return torch.where(size == 1, rewards.double(), advantages)
+def _over_baseline(rewards: Tensor, group: GroupStatistics) -> Tensor:
+    """``R - mean_g``: exactly 0 in groups of equal rewards, not the mean's rounding; ``R`` in a group of one."""
+    rewards = rewards.double()
+    over = torch.where(group.constant, 0.0, rewards - group.mean)
+    return torch.where(group.size == 1, rewards, over)

@@ -1,6 +1,7 @@
 """Per-token estimators of KL(policy || reference) from the log-probs of the sampled tokens.
 
-``x = logprobs - ref_logprobs``. Each maps ``[N]`` and ``[N]`` to ``[N]`` (Schulman 2020, "Approximating KL divergence").
+``x = logprobs - ref_logprobs``. Each maps ``[N]`` and ``[N]`` to ``[N]`` (Schulman 2020, "Approximating KL
+divergence").
 """
 
 from collections.abc import Callable

@@ -25,8 +25,9 @@ def advantage_table(
     scored = ~torch.isnan(values)
     if not bool(scored.any()):
         raise RewardError(f"none of the {len(values)} rewards of the iteration could be computed; see their reasons")
+    known = estimator(values[scored], group_ids[scored])
     rows = torch.zeros(len(values), dtype=torch.float64)
-    rows[scored] = estimator(values[scored], group_ids[scored])
+    rows[scored] = known
     mask = ragged_column(rollouts, "response_mask")
     kept = mask.values * repeat_rows(scored.to(torch.uint8), mask.offsets)
     tokens = repeat_rows(rows, mask.offsets) * kept
@@ -37,10 +38,10 @@ def advantage_table(
     }
     groups = group_statistics(values[scored], group_ids[scored])
     summary = {
-        "abs_mean": float(rows.abs().mean()),
-        "min": float(rows.min()),
-        "max": float(rows.max()),
-        "rows_without_signal_fraction": float(groups.constant.double().mean()),
+        "abs_mean": float(known.abs().mean()),
+        "min": float(known.min()),
+        "max": float(known.max()),
+        "rows_without_signal_fraction": float((groups.constant & (known == 0)).double().mean()),
         "rows_without_reward": float((~scored).sum()),
     }
     return pa.table(columns, schema=ADVANTAGES), summary

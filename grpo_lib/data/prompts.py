@@ -49,7 +49,7 @@ def build_dataset(problem: Problem, config: Any, tokenizer: Any) -> pa.Table:
 
 
 def encode_prompts(tokenizer: Any, texts: list[str], prompt_format: str, system_prompt: str | None) -> pa.Array:
-    """Token ids of every prompt, ``list<int32>``; with ``chat``, through the tokenizer's template (BOS comes from there)."""
+    """Token ids of every prompt, ``list<int32>``; with ``chat`` through the tokenizer's template, which brings BOS."""
     if prompt_format == "chat":
         if not tokenizer.chat_template:
             raise ModelError(

@@ -20,8 +20,9 @@ class Ragged:
     """``int64[B+1]``: row ``i`` is ``values[offsets[i]:offsets[i+1]]``."""
 
     def __post_init__(self) -> None:
-        assert self.offsets.dtype == torch.int64 and self.offsets.ndim == 1 and len(self.offsets) >= 1
-        assert int(self.offsets[0]) == 0 and int(self.offsets[-1]) == len(self.values), "offsets do not cover values"
+        assert self.offsets.dtype == torch.int64, f"offsets are int64, not {self.offsets.dtype}"
+        assert int(self.offsets[0]) == 0, "offsets start at 0"
+        assert int(self.offsets[-1]) == len(self.values), "offsets do not cover values"
 
     @property
     def rows(self) -> int:

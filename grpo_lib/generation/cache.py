@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -103,12 +103,12 @@ def grouped_attention(
     return output.reshape(rows, 1, heads, value.shape[-1]), None
 
 
-def use_grouped_attention(model: nn.Module) -> None:
+def use_grouped_attention(model: PreTrainedModel) -> None:
     """Makes a Transformers model that runs on SDPA run on `grouped_attention`."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(GROUPED_SDPA, grouped_attention)
         AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
-        model.set_attn_implementation(GROUPED_SDPA)  # type: ignore[operator]
+        model.set_attn_implementation(GROUPED_SDPA)
 
 
 def as_additive(valid: Tensor, dtype: torch.dtype) -> Tensor:

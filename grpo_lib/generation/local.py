@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from grpo_lib.errors import ModelError
@@ -23,7 +24,7 @@ from grpo_lib.training.digest import HEAD, weights_digest
 SPARE_TOKENS = 128
 """Room for new tokens in a fresh cache; it doubles when that is used up."""
 LEAVE_FRACTION = 0.125
-"""Ended rows leave the batch once they are this fraction of it; copying the cache more often costs more than it saves."""
+"""Ended rows leave the batch once they are this fraction of it; leaving means copying the cache of the others."""
 REPORT_STEPS = 16
 """Decoding steps between two reports of progress."""
 
@@ -61,7 +62,7 @@ class LocalEngine:
 
     name = "local"
 
-    def __init__(self, model: nn.Module, *, eos_token_ids: Sequence[int], max_batch_rows: int = 1024) -> None:
+    def __init__(self, model: PreTrainedModel, *, eos_token_ids: Sequence[int], max_batch_rows: int = 1024) -> None:
         self._model = model.eval()
         self._device = next(model.parameters()).device
         self._max_batch_rows = max_batch_rows
@@ -132,7 +133,7 @@ class LocalEngine:
         mask = None
         if padded:
             whole = torch.cat([valid, valid.new_ones(len(valid), max_new_tokens)], 1).to(self._device)
-            mask = as_additive(whole, self._model.dtype) if self._ready_mask else whole  # type: ignore[arg-type]
+            mask = as_additive(whole, self._model.dtype) if self._ready_mask else whole
         return _Batch(
             rows=prompts,
             seeds=np.empty(0, dtype=np.int64),

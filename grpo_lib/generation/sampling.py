@@ -22,7 +22,7 @@ def uniforms(seeds: NDArray[np.int64], step: int) -> NDArray[np.float64]:
     """
     offset = np.uint64((step + 1) * int(_GOLDEN) % 2**64)
     mixed = _mix(_mix(seeds.astype(np.int64).view(np.uint64)) + offset)
-    return (mixed >> np.uint64(16)) * 2.0**-48
+    return (mixed >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""Names of devices."""
+"""Devices and threads of this process."""
 
 import torch
 
@@ -22,3 +22,9 @@ def torch_device(name: str) -> torch.device:
             f"placement.device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu"
         )
     return device
+
+
+def use_threads(count: int | None) -> None:
+    """CPU threads of torch in this process; ``None`` leaves them as they are. Results depend on it in the last bits."""
+    if count is not None:
+        torch.set_num_threads(count)

@@ -55,8 +55,6 @@ class Workers:
         self._held: str | None = None
         self._engine_held: str | None = None
         self.device = torch_device(run.config.placement.device)
-        if run.config.placement.threads is not None:
-            torch.set_num_threads(run.config.placement.threads)
 
     @cached_property
     def _folder(self) -> Path:
@@ -202,8 +200,8 @@ class Workers:
         if found != recorded:
             raise ReplayError(
                 f"the policy of {policy.path} was recorded with digest {str(recorded)[:16]}, restored it has "
-                f"{found[:16]}. Exact replay needs the same package versions ({policy.packages}), kind of processor and "
-                "placement.threads; on others, go on from the last checkpoint in a new run: model.path=<checkpoint folder>"
+                f"{found[:16]}. Exact replay needs the package versions of then ({policy.packages}), the same kind of "
+                "processor and placement.threads; elsewhere go on in a new run with model.path=<checkpoint folder>"
             )
 
 

@@ -22,7 +22,7 @@ Item = TypeVar("Item", bound=Hashable)
 _RESPONSE = re.compile(r"\s*<think>.*</think>\s*<answer>(?P<answer>.*)</answer>\s*", re.DOTALL)
 
 
-def collect_unique(draw: Callable[[], Item | None], count: int, remedy: str) -> list[Item]:
+def collect_unique(draw: Callable[[], Item | None], count: int, remedy: str) -> tuple[Item, ...]:
     """Draws until ``count`` different puzzles are found; ``None`` from ``draw`` is a miss.
 
     Raises:
@@ -42,7 +42,7 @@ def collect_unique(draw: Callable[[], Item | None], count: int, remedy: str) -> 
                     f"{count} unique puzzles are asked for, and only {len(found)} could be found "
                     f"(then {misses} draws gave no new one): {remedy}"
                 )
-    return list(found)
+    return tuple(found)
 
 
 def split_rows(split: str, heldout: int) -> slice:

@@ -9,6 +9,7 @@ expression. Answers are judged in exact fractions.
 import json
 import random
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product
 
 import pyarrow as pa
@@ -45,7 +46,8 @@ def load(options: CountdownData, split: str, seed: int) -> pa.Table:
     )
 
 
-def make_puzzles(options: CountdownData, count: int, seed: int) -> list[Puzzle]:
+@lru_cache(maxsize=1)  # both splits are cut from the same puzzles
+def make_puzzles(options: CountdownData, count: int, seed: int) -> tuple[Puzzle, ...]:
     """``count`` different puzzles (numbers in descending order, target) in an order fixed by ``seed``.
 
     Raises:

@@ -7,6 +7,7 @@ right one. Responses have the format of countdown: one think block, one answer b
 
 import random
 import re
+from functools import lru_cache
 from itertools import product
 
 import pyarrow as pa
@@ -44,7 +45,8 @@ def load(options: ExpressionsData, split: str, seed: int) -> pa.Table:
     )
 
 
-def make_expressions(options: ExpressionsData, count: int, seed: int) -> list[Expression]:
+@lru_cache(maxsize=1)  # both splits are cut from the same expressions
+def make_expressions(options: ExpressionsData, count: int, seed: int) -> tuple[Expression, ...]:
     """``count`` different expressions in an order fixed by ``seed``.
 
     Every result on the way is in 0..max_value, whether one goes by precedence or from left to right.

@@ -41,7 +41,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update. A tall matrix moves ``sqrt(rows / columns)`` as far, as in ``torch.optim.Muon``."""
         for group in self.param_groups:
             stacks: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)

@@ -146,28 +146,31 @@ class TorchTrainer:
     def _backward(self, part: "_MiniBatch", micro: MicroBatch, objective: Objective, totals: "_Totals") -> None:
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             scored = token_logprobs(self.model, micro, objective.temperature)
-        rows = micro.rows
-        old, advantages, weights, mask = (
-            column.gather(rows).values.to(self.device) for column in (part.old, part.advantages, part.weights, part.mask)
-        )
-        loss = objective.policy_loss(scored.logprobs, old, advantages)
+        # A masked token must not reach the gradient, not even as 0 * inf: nothing after this line sees one.
+        taken = part.mask.gather(micro.rows).values.to(self.device).bool()
+        logprobs, entropy = scored.logprobs[taken], scored.entropy[taken]
+
+        def column(rows: Ragged) -> Tensor:
+            return rows.gather(micro.rows).values.to(self.device)[taken]
+
+        old = column(part.old)
+        loss = objective.policy_loss(logprobs, old, column(part.advantages))
         values = loss.values
         if part.ref is not None:
-            kl = objective.kl(scored.logprobs, part.ref.gather(rows).values.to(self.device))
+            kl = objective.kl(logprobs, column(part.ref))
             values = values + objective.kl_coef * kl
-            totals.add("kl", mask, kl)
+            totals.add("kl", kl)
         if objective.entropy_coef:
-            values = values - objective.entropy_coef * scored.entropy
-        # A masked token must not reach the gradient, not even as 0 * inf.
-        total = torch.where(mask.bool(), weights * values, 0.0).sum()
+            values = values - objective.entropy_coef * entropy
+        total = (column(part.weights) * values).sum()
         total.backward()
         totals.loss += float(total.detach())
-        totals.add("entropy", mask, scored.entropy)
-        totals.add("approx_kl", mask, old - scored.logprobs)
-        totals.add("ratio", mask, loss.ratio)
-        totals.add("clip_fraction_high", mask, loss.clipped_high)
-        totals.add("clip_fraction_low", mask, loss.clipped_low)
-        totals.ratio_range(loss.ratio[mask.bool()])
+        totals.add("entropy", entropy)
+        totals.add("approx_kl", old - logprobs)
+        totals.add("ratio", loss.ratio)
+        totals.add("clip_fraction_high", loss.clipped_high)
+        totals.add("clip_fraction_low", loss.clipped_low)
+        totals.ratio_range(loss.ratio)
 
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
@@ -193,7 +196,7 @@ class TorchTrainer:
         for name, parameter in self._parameters.items():
             prefix = f"{name}/"
             self._optimizer.state[parameter] = {
-                key.removeprefix(prefix): value.to(parameter.device if value.ndim else "cpu")
+                key.removeprefix(prefix): value.to(parameter.device)  # the fused AdamW keeps its step there as well
                 for key, value in moments.items()
                 if key.startswith(prefix)
             }
@@ -222,10 +225,9 @@ class _Totals:
         self._tokens: dict[str, float] = {}
         self._lowest, self._highest = float("inf"), float("-inf")
 
-    def add(self, name: str, mask: Tensor, values: Tensor) -> None:
-        taken = values.detach()[mask.bool()]
-        self._sums[name] = self._sums.get(name, 0.0) + float(taken.double().sum())
-        self._tokens[name] = self._tokens.get(name, 0.0) + len(taken)
+    def add(self, name: str, values: Tensor) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().double().sum())
+        self._tokens[name] = self._tokens.get(name, 0.0) + len(values)
 
     def ratio_range(self, ratio: Tensor) -> None:
         if len(ratio):

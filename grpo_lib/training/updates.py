@@ -55,6 +55,7 @@ def run_update(
 def objective(config: Any) -> Objective:
     """The configured loss as functions of tensors."""
     algorithm = config.algorithm
+    aggregate = AGGREGATIONS[algorithm.aggregation]
     return Objective(
         policy_loss=partial(
             LOSSES[algorithm.loss],
@@ -62,9 +63,7 @@ def objective(config: Any) -> Objective:
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.dual_clip,
         ),
-        aggregation=partial(
-            AGGREGATIONS[algorithm.aggregation], max_response_length=config.rollout.max_new_tokens
-        ),
+        aggregation=lambda mask, offsets: aggregate(mask, offsets, config.rollout.max_new_tokens),
         kl=KL_ESTIMATORS[algorithm.kl.estimator],
         kl_coef=algorithm.kl.coef,
         entropy_coef=algorithm.entropy_coef,
@@ -122,9 +121,18 @@ def update_table(steps: Sequence[StepMetrics]) -> pa.Table:
 def update_summary(steps: Sequence[StepMetrics]) -> dict[str, float]:
     """Means over the iteration's optimizer steps; the extremes of the ratio; the last step's learning rate."""
     names = sorted({name for step in steps for name in step.values})
-    summary = {}
+    summary: dict[str, float] = {}
     for name in names:
         values = [step.values[name] for step in steps if name in step.values]
-        pick = {"ratio_min": min, "ratio_max": max, "skipped": sum, "lr": lambda seen: seen[-1]}
-        summary[name] = float(pick[name](values)) if name in pick else sum(values) / len(values)
+        match name:
+            case "ratio_min":
+                summary[name] = min(values)
+            case "ratio_max":
+                summary[name] = max(values)
+            case "skipped":
+                summary[name] = sum(values)
+            case "lr":
+                summary[name] = values[-1]
+            case _:
+                summary[name] = sum(values) / len(values)
     return {name: value for name, value in summary.items() if value == value and abs(value) != float("inf")}

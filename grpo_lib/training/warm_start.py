@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 from grpo_lib.config import WarmStartConfig
 from grpo_lib.errors import DataError, NonFiniteError
@@ -44,7 +45,7 @@ class _Demonstration:
 
 
 def warm_start(
-    model: nn.Module,
+    model: PreTrainedModel,
     tokenizer: Any,
     prompts: Sequence[str],
     responses: Sequence[str],
@@ -142,9 +143,9 @@ def _padded(rows: list[_Demonstration], pad_id: int) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], targets[:, 1:]
 
 
-def _optimizers(model: nn.Module, config: WarmStartConfig) -> list[torch.optim.Optimizer]:
+def _optimizers(model: PreTrainedModel, config: WarmStartConfig) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the model; AdamW for the embedding, the head and everything else."""
-    outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}  # type: ignore[operator]
+    outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outside]
     others = [p for p in model.parameters() if p.ndim != 2 or id(p) in outside]
     return [
@@ -154,7 +155,7 @@ def _optimizers(model: nn.Module, config: WarmStartConfig) -> list[torch.optim.O
 
 
 def _step(
-    model: nn.Module,
+    model: PreTrainedModel,
     ids: Tensor,
     targets: Tensor,
     denominator: float,

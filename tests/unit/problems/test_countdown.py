@@ -9,15 +9,9 @@ from hypothesis import strategies as st
 
 from grpo_lib.config import CountdownData, RewardConfig
 from grpo_lib.errors import DataError
-from grpo_lib.problems.countdown import (
-    PROBLEM,
-    answer_of,
-    demonstrate,
-    load,
-    make_puzzles,
-    make_reward,
-    parse_arithmetic,
-)
+from grpo_lib.problems.arithmetic import parse_arithmetic
+from grpo_lib.problems.common import answer_of
+from grpo_lib.problems.countdown import PROBLEM, demonstrate, load, make_puzzles, make_reward
 from grpo_lib.types import RewardResult, Sample
 
 SMALL = CountdownData(train_prompts=300, heldout_prompts=100)

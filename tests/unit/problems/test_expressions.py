@@ -4,7 +4,7 @@ import pytest
 
 from grpo_lib.config import ExpressionsData, RewardConfig
 from grpo_lib.errors import DataError
-from grpo_lib.problems.countdown import parse_arithmetic
+from grpo_lib.problems.arithmetic import parse_arithmetic
 from grpo_lib.problems.expressions import PROBLEM, demonstrate, evaluate, load, make_expressions, make_reward
 from grpo_lib.types import RewardResult, Sample
 

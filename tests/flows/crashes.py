@@ -1,0 +1,131 @@
+"""Runs a tiny training many times, kills it (SIGKILL) at given points, resumes it, and prints what came out as JSON.
+
+Imports once and forks a child for every run, so that a point costs seconds. Used by test_crashes.py:
+
+    python tests/flows/crashes.py FOLDER POINT...
+
+A point is WHEN:STAGE:ITERATION with WHEN one of begin (the stage is about to run), parts (its parts are written, its
+manifest is not), done (its manifest is there, nothing has been told to Prefect), and ITERATION "setup" or a number.
+The point "none" is the undisturbed run.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from flows.train import train
+from grpo_lib.config import RunConfig, make_config
+from grpo_lib.run import Run
+from grpo_lib.storage.attempts import Attempt
+from grpo_lib.storage.objects import open_store
+
+LIMIT_SECONDS = 120
+
+
+def tiny(store: Path) -> RunConfig:
+    return make_config(
+        {
+            "name": "tiny",
+            "iterations": 4,
+            "data": {"problem": "countdown", "train_prompts": 200, "heldout_prompts": 8},
+            "model": {"small": {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 2, "mlp_size": 32}},
+            "warm_start": {"steps": 3, "warmup_steps": 1, "batch_size": 4, "demonstrations": 16},
+            "rollout": {
+                "prompts": 4, "samples": 2, "shards": 2, "max_prompt_tokens": 24, "max_new_tokens": 12
+            },
+            "reward": {"format_only": 0.05, "max_failed": 0.5},
+            "algorithm": {"kl": {"coef": 0.01}, "entropy_coef": 0.01},
+            "trainer": {"mini_batch_prompts": 2, "optimizer": {"lr": 1e-3}},
+            "evaluation": {"every": 2, "prompts": 4, "samples": 2},
+            "checkpoint": {"every": 2},
+            "placement": {"threads": 1},
+            "store": {"uri": str(store)},
+        }
+    )  # fmt: skip
+
+
+def kill_at(point: str) -> None:
+    """Makes this process kill itself at ``point``."""
+    when, stage, iteration = point.split(":")
+    place = None if iteration == "setup" else int(iteration)
+    enter, commit = Attempt.__enter__, Attempt.commit
+
+    def here(attempt: Attempt) -> bool:
+        return (attempt._spec.name, attempt._iteration) == (stage, place)
+
+    def entering(attempt: Attempt) -> Attempt:
+        if when == "begin" and here(attempt):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return enter(attempt)
+
+    def committing(attempt: Attempt, **kwargs: object) -> object:
+        if when == "parts" and here(attempt):
+            os.kill(os.getpid(), signal.SIGKILL)
+        ref = commit(attempt, **kwargs)  # type: ignore[arg-type]
+        if when == "done" and here(attempt):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ref
+
+    Attempt.__enter__, Attempt.commit = entering, committing  # type: ignore[method-assign, assignment]
+
+
+def in_child(store: Path, point: str) -> int:
+    """Trains in a child process; returns its wait status."""
+    child = os.fork()
+    if child == 0:
+        log = os.open(store.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            if point != "none":
+                kill_at(point)
+            train(tiny(store))
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise TimeoutError(f"{point}: no end after {LIMIT_SECONDS} s; see {store.with_suffix('.log')}")
+
+
+def committed(store: Path) -> dict[str, tuple[str, str]]:
+    """Path of every manifest -> its own sha256 and its content digest."""
+    config = tiny(store)
+    manifests = Run(config).stages.manifests() if open_store(config.store).exists("runs/tiny/run.json") else []
+    return {each.path: (each.manifest_sha256, each.digest) for each in manifests}
+
+
+def crash_and_resume(folder: Path, point: str) -> dict[str, object]:
+    store = folder / point.replace(":", "-")
+    killed = in_child(store, point)
+    before = committed(store)
+    resumed = None
+    if point != "none":
+        resumed = in_child(store, "none")
+    after = committed(store)
+    return {
+        "point": point,
+        "store": str(store),
+        "killed_by": os.WTERMSIG(killed) if os.WIFSIGNALED(killed) else 0,
+        "first_exit": os.WEXITSTATUS(killed) if os.WIFEXITED(killed) else None,
+        "resumed_exit": None if resumed is None else os.waitstatus_to_exitcode(resumed),
+        "before": before,
+        "after": after,
+    }
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    print(json.dumps([crash_and_resume(folder, point) for point in sys.argv[2:]]))
