@@ -18,11 +18,13 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils import logging as hf_logging
 
 from grpo_lib.config import SmallModelConfig
 from grpo_lib.errors import ModelError
 from grpo_lib.types import Problem
 
+hf_logging.disable_progress_bar()  # progress is shown by stage
 PAD, EOS = "<pad>", "<eos>"
 Loaded = TypeVar("Loaded")
 

@@ -1,10 +1,14 @@
 """`dataset`: all prompts of the run, both splits, tokenised; once, before the first iteration."""
 
-from grpo_lib.data.prompts import build_dataset
+from functools import lru_cache
+
+import pyarrow as pa
+
+from grpo_lib.data.prompts import build_dataset, split_of
 from grpo_lib.models import run_tokenizer
 from grpo_lib.problems import get_problem
 from grpo_lib.storage.keys import StageSpec
-from grpo_lib.storage.stages import ArtifactRef
+from grpo_lib.storage.stages import ArtifactRef, StageStore
 from tasks.base import Stage, stage_task
 
 DATASET = StageSpec(
@@ -22,3 +26,9 @@ def dataset(stage: Stage) -> ArtifactRef:
     problem = get_problem(stage.config.data.problem)
     table = build_dataset(problem, stage.config, run_tokenizer(stage.config.model.path, problem))
     return stage.commit(table)
+
+
+@lru_cache(maxsize=4)
+def split(stages: StageStore, dataset: ArtifactRef, name: str) -> pa.Table:
+    """The rows of one split, verified and filtered once a process."""
+    return split_of(stages.table(dataset), name)

@@ -2,7 +2,6 @@
 
 import pyarrow as pa
 
-from grpo_lib.data.prompts import split_of
 from grpo_lib.evaluation import evaluate_mode, evaluation_summary
 from grpo_lib.generation.base import Sampling
 from grpo_lib.problems import get_problem
@@ -10,6 +9,7 @@ from grpo_lib.seeds import derive_seed
 from grpo_lib.storage.keys import StageSpec
 from grpo_lib.storage.stages import ArtifactRef
 from tasks.base import Stage, stage_task
+from tasks.dataset import split
 
 EVALUATE = StageSpec(
     name="evaluate",
@@ -35,7 +35,7 @@ EVALUATE = StageSpec(
 def evaluate(stage: Stage, dataset: ArtifactRef, policy: ArtifactRef) -> ArtifactRef:
     """Greedy and sampled responses to held-out prompts, judged. The same seeds each time: a paired comparison."""
     config, settings = stage.config, stage.config.evaluation
-    heldout = split_of(stage.table(dataset), "heldout").slice(0, settings.prompts)
+    heldout = split(stage.run.stages, dataset, "heldout").slice(0, settings.prompts)
     reward = get_problem(config.data.problem).make_reward(config.data, config.reward)
     workers = stage.workers(policy)
     modes = [("greedy", 1, 0.0)] if settings.greedy else []

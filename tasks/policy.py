@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from grpo_lib.data.prompts import split_of
 from grpo_lib.models import load_model, load_tokenizer, make_small_model, run_tokenizer
 from grpo_lib.problems import get_problem
 from grpo_lib.problems.demonstrations import demonstrations
@@ -14,6 +13,7 @@ from grpo_lib.storage.stages import ArtifactRef
 from grpo_lib.training.digest import weights_digest
 from grpo_lib.training.warm_start import warm_start as fine_tune
 from tasks.base import Stage, stage_task
+from tasks.dataset import split
 
 WARM_START = StageSpec(name="warm_start", version=1, reads=("data", "model.small", "warm_start", "seed"))
 PRETRAINED = StageSpec(name="pretrained", version=1, reads=("model.path",))
@@ -34,7 +34,7 @@ def warm_start(stage: Stage, dataset: ArtifactRef) -> ArtifactRef:
         max_positions=MAX_POSITIONS,
         seed=config.seed,
     )
-    train = split_of(stage.table(dataset), "train").slice(0, config.warm_start.demonstrations)
+    train = split(stage.run.stages, dataset, "train").slice(0, config.warm_start.demonstrations)
     responses = demonstrations(problem, config.data, train, config.seed)
     result = fine_tune(
         model,

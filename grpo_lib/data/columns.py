@@ -4,6 +4,8 @@ A list column is offsets and values, which is what ``Ragged`` is: reading is a v
 holds the column in one piece. The views are read-only by convention (the memory may be a mapped file).
 """
 
+import warnings
+
 import numpy as np
 import pyarrow as pa
 import torch
@@ -11,6 +13,10 @@ from torch import Tensor
 
 from grpo_lib.data.ragged import Ragged
 from grpo_lib.errors import DataError
+
+
+# Memory-mapped columns are read-only, and nothing here writes into them.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 def ragged_column(table: pa.Table, name: str) -> Ragged:
@@ -54,5 +60,4 @@ def _one_chunk(table: pa.Table, name: str) -> pa.Array:
 
 
 def _tensor(values: pa.Array) -> Tensor:
-    # torch warns that the memory is read-only; nothing here writes into it.
     return torch.from_numpy(values.to_numpy(zero_copy_only=True))

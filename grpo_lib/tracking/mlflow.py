@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import os
 import socket
 import threading
@@ -109,6 +110,8 @@ class Tracker:
     def _client(self) -> Any:
         from mlflow import MlflowClient
 
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
         return MlflowClient(tracking_uri=self.uri)
 
     @cached_property
