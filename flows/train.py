@@ -1,6 +1,10 @@
 """The training run: every stage of every iteration is a task that commits one dataset."""
 
-from prefect import flow
+import sys
+from typing import Any
+
+from prefect import Flow, State, flow
+from prefect.client.schemas.objects import FlowRun
 from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
@@ -11,6 +15,7 @@ from grpo_lib.preflight import check_surroundings, data_digests, model_digests
 from grpo_lib.progress import progress
 from grpo_lib.run import Run, open_run
 from grpo_lib.storage.stages import ArtifactRef
+from grpo_lib.tracking.mlflow import tracker_for
 from tasks.advantage import advantage
 from tasks.dataset import dataset
 from tasks.evaluate import evaluate
@@ -31,7 +36,20 @@ def flow_run_name() -> str:
     return f"train {flow_run.get_parameters()['config'].run_name}"
 
 
-@flow(name="train", flow_run_name=flow_run_name, task_runner=ThreadPoolTaskRunner(max_workers=16))  # type: ignore[arg-type]
+def mark_failed(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Closes the MLflow run as failed; resuming opens it again. A run that never got as far has none."""
+    if "mlflow" in sys.modules:
+        tracker_for(Run(RunConfig.model_validate(flow_run.parameters["config"]))).finish("FAILED")
+
+
+@flow(
+    name="train",
+    flow_run_name=flow_run_name,
+    task_runner=ThreadPoolTaskRunner(max_workers=16),  # type: ignore[arg-type]
+    on_failure=[mark_failed],
+    on_crashed=[mark_failed],
+    on_cancellation=[mark_failed],
+)
 def train(config: RunConfig) -> RunReport:
     """Trains a policy with GRPO. A stage that is committed already is not run again: run the flow again to resume."""
     check_surroundings(config)

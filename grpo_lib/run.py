@@ -11,7 +11,7 @@ from grpo_lib.storage.paths import run_file
 from grpo_lib.storage.stages import StageStore
 
 # May differ between a run and its continuation: nothing of this changes what the run computes.
-CONTINUABLE = ("store", "tracking", "placement", "checkpoint", "evaluation", "name", "iterations")
+CONTINUABLE = ("store.", "tracking.", "placement.", "checkpoint.", "evaluation.every", "name", "iterations")
 
 
 class Run:
@@ -108,7 +108,8 @@ def _differences(before: RunConfig, after: RunConfig) -> list[str]:
 
 def _shaping(config: RunConfig) -> dict[str, Any]:
     """Every setting that shapes what the run computes, by dotted name."""
-    flat = _flatten(config.model_dump(mode="json", exclude=set(CONTINUABLE)))
+    settings = _flatten(config.model_dump(mode="json"))
+    flat = {key: value for key, value in settings.items() if not key.startswith(CONTINUABLE)}
     if config.trainer.optimizer.schedule != "constant":
         flat["trainer.optimizer.decay_steps"] = config.decay_steps  # else `iterations` would stretch the schedule
     return flat

@@ -14,7 +14,6 @@ from torch import Tensor
 from grpo_lib.data.ragged import Ragged
 from grpo_lib.errors import DataError
 
-
 # Memory-mapped columns are read-only, and nothing here writes into them.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 

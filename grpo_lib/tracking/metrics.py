@@ -49,6 +49,7 @@ DESCRIPTIONS = {
     "update/padded_fraction": "Padding among the tokens of the micro-batches.",
     "update/optimizer_step": "Optimizer steps so far.",
     "update/policy_version": "Version of the new policy.",
+    "checkpoint/policy_version": "Version of the saved policy.",
     "evaluate/policy_version": "Version of the evaluated policy.",
     "time/<stage>_seconds": "Seconds of the stage's body; shards add up.",
     "time/rollout_tokens_per_second": "Response tokens a second of the rollout stage.",

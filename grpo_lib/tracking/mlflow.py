@@ -141,7 +141,10 @@ class Tracker:
         query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
         found = self._client.search_runs([self.experiment_id], query, max_results=1, order_by=["attribute.start_time ASC"])
         if found:
-            return found[0].info.run_id
+            run_id = found[0].info.run_id
+            if found[0].info.status != "RUNNING":  # it ended or failed, and goes on now
+                self._client.update_run(run_id, status="RUNNING")
+            return run_id
         from mlflow.entities import Param
 
         tags |= {

@@ -1,6 +1,7 @@
 """A run that is killed anywhere and resumed ends like one that was not, to the bit, and repeats no paid work."""
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, prefect_server: dict[str,
     folder = tmp_path_factory.mktemp("crashes")
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("crashes.py")), str(folder), "none", *POINTS],
-        env=prefect_server,
+        env=os.environ | prefect_server,
         capture_output=True,
         text=True,
         timeout=550,

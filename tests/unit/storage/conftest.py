@@ -1,16 +1,12 @@
 """Both stores, behind the same fixtures: a folder, and S3 as moto's server speaks it over HTTP."""
 
-import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import boto3
 import pyarrow as pa
 import pytest
-from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
-from werkzeug.serving import make_server
 
 from grpo_lib.config import RunConfig, make_config
 from grpo_lib.storage.local import LocalStore
@@ -19,30 +15,6 @@ from grpo_lib.storage.s3 import S3Store
 from grpo_lib.storage.stages import ArtifactRef, StageSpec, StageStore, stage_key
 
 REWARD = StageSpec(name="reward", version=1, reads=("reward", "rollout.samples"))
-
-
-@pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
-    """URL of an S3 server; its credentials are in the environment."""
-    application = DomainDispatcherApplication(create_backend_app)
-    lock = threading.Lock()
-
-    def one_at_a_time(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        with lock:  # moto looks and then writes; S3 does both at once
-            return list(application(environ, start_response))
-
-    server = make_server("127.0.0.1", 0, one_at_a_time, threaded=True, request_handler=MotoRequestHandler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        patch.setenv("AWS_CONFIG_FILE", "/dev/null")
-        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
-        yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
 
 
 @pytest.fixture

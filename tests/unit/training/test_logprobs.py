@@ -110,7 +110,7 @@ def test_chunks_change_neither_values_nor_gradients(
     chunked = run(model)
     assert set(sizes) <= {tokens_a_chunk, tokens % tokens_a_chunk} and len(sizes) >= tokens // tokens_a_chunk
     assert chunked[2].keys() == whole[2].keys() and len(whole[2]) > 10
-    torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=5e-5)
 
 
 def test_a_vocabulary_larger_than_a_chunk_is_done_a_token_at_a_time(

@@ -15,7 +15,7 @@ from grpo_lib.algorithms.aggregation import AGGREGATIONS
 from grpo_lib.algorithms.kl import k2, k3
 from grpo_lib.algorithms.losses import ppo_clip
 from grpo_lib.config import OptimizerConfig
-from grpo_lib.data.ragged import repeat_rows
+from grpo_lib.data.ragged import repeat_rows, segment_sum
 from grpo_lib.errors import ConfigError, NonFiniteError
 from grpo_lib.training import torch_backend
 from grpo_lib.training.base import Batching, Objective, StepMetrics, UpdateBatch
@@ -162,14 +162,14 @@ def test_metrics_are_means_over_valid_tokens(make_trainer: MakeTrainer, make_bat
         "ratio_max": ratio.max(),
         "clip_fraction_high": ((ratio > 1.28) & (advantages > 0)).float().mean(),
         "clip_fraction_low": ((ratio < 0.8) & (advantages < 0)).float().mean(),
-        "trained_rows": torch.tensor(ROWS - 1.0),  # the row that is masked as a whole is not run
+        "trained_rows": (segment_sum(batch.mask.values.long(), batch.mask.offsets) > 0).sum(),
         "skipped": torch.tensor(0.0),
         "lr": torch.tensor(1e-3),
     }
     for name, value in expected.items():
         assert step.values[name] == pytest.approx(float(value), rel=1e-4, abs=1e-6), name
     assert step.values["clip_fraction_high"] > 0 and step.values["clip_fraction_low"] > 0
-    assert 0 < step.values["padded_fraction"] < 1
+    assert 0 < step.values["padded_fraction"] < 1 and step.values["trained_rows"] < ROWS
 
 
 def test_at_the_old_policy_the_gradient_is_that_of_the_plain_policy_gradient(

@@ -1,0 +1,283 @@
+"""The training flow as a whole: what is reused, what is noticed, what people can read."""
+
+import json
+import shutil
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import polars
+import pyarrow.dataset
+import pytest
+import torch
+
+from grpo_lib.config import RunConfig
+from grpo_lib.errors import ConfigError, CorruptError, ParityError, RewardError
+from grpo_lib.run import Run
+from grpo_lib.storage.stages import Manifest
+from grpo_lib.tracking.metrics import is_described
+
+pytestmark = [pytest.mark.usefixtures("prefect_here"), pytest.mark.xdist_group("flows")]
+Tiny = Callable[..., RunConfig]
+
+
+def train(config: RunConfig) -> list[Manifest]:
+    """Trains and returns everything that the run committed."""
+    from flows.train import train as flow
+
+    flow(config)
+    return Run(config).stages.manifests()
+
+
+def of(manifests: list[Manifest], stage: str, iteration: int | None = None) -> list[Manifest]:
+    return [each for each in manifests if each.stage == stage and (iteration is None or each.iteration == iteration)]
+
+
+def fresh_process() -> None:
+    """What a new process would not know: the warm engines."""
+    from grpo_lib.placement import local
+
+    local._current.clear()
+
+
+def test_a_changed_reward_reuses_prompts_and_rollouts_of_iteration_0_and_computes_the_rest(tiny: Tiny) -> None:
+    first = train(tiny("name=first"))
+    second = train(tiny("name=second", "reward.correct=2", "reward.format_only=0.5"))
+    for stage in ("dataset", "warm_start"):
+        assert [each.adopted_from is not None for each in of(second, stage)] == [True], stage
+    for stage in ("prompts", "rollout", "old_logprobs", "ref_logprobs"):
+        assert all(each.adopted_from is not None for each in of(second, stage, 0)), stage
+    assert not any(each.adopted_from for each in of(second, "reward") + of(second, "update"))
+    assert [each.digest for each in of(first, "rollout", 0)] == [each.digest for each in of(second, "rollout", 0)]
+    assert [each.digest for each in of(first, "reward", 0)] != [each.digest for each in of(second, "reward", 0)]
+
+
+def test_a_changed_learning_rate_keeps_everything_up_to_the_first_update(tiny: Tiny) -> None:
+    train(tiny("name=first", "iterations=1"))
+    second = train(tiny("name=second", "iterations=1", "trainer.optimizer.lr=2e-3"))
+    assert all(each.adopted_from for each in of(second, "advantage", 0) + of(second, "reward", 0))
+    assert [each.adopted_from for each in of(second, "update")] == [None]
+
+
+def test_the_same_run_again_computes_nothing(tiny: Tiny) -> None:
+    first = train(tiny())
+    again = train(tiny())
+    assert [each.manifest_sha256 for each in first] == [each.manifest_sha256 for each in again]
+
+
+def test_two_equal_runs_in_separate_stores_end_with_the_same_weights(tiny: Tiny, tmp_path: Path) -> None:
+    digests = []
+    for store in ("a", "b"):
+        fresh_process()
+        updates = of(train(tiny(f"store.uri={tmp_path / store}")), "update")
+        digests.append([each.summary["policy_digest"] for each in updates])
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == 2, "every update changes the weights"
+
+
+def test_shards_and_micro_batches_do_not_change_what_is_sampled(tiny: Tiny) -> None:
+    """One shard or four: the same prompts get the same seeds, so the same responses in iteration 0."""
+    one = train(tiny("name=one", "rollout.shards=1", "iterations=1"))
+    four = train(tiny("name=four", "rollout.shards=4", "iterations=1"))
+    stages = Run(tiny("name=one")).stages
+    texts = [
+        stages.table([each.to_ref(reused=True) for each in of(run, "rollout", 0)]).column("text").to_pylist()
+        for run in (one, sorted(four, key=lambda each: each.shard))
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_more_iterations_go_on_from_the_last_policy(tiny: Tiny) -> None:
+    short = train(tiny("iterations=1"))
+    fresh_process()
+    long = train(tiny("iterations=3"))
+    assert of(short, "update", 0)[0].manifest_sha256 == of(long, "update", 0)[0].manifest_sha256
+    assert len(of(long, "update")) == 3
+
+
+def test_a_run_of_the_same_name_with_other_settings_is_refused(tiny: Tiny) -> None:
+    train(tiny("iterations=1"))
+    with pytest.raises(ConfigError, match=r"tiny.*rollout.temperature: 1.0 -> 0.5.*name=tiny-2"):
+        train(tiny("rollout.temperature=0.5", "iterations=1"))
+
+
+def test_a_policy_between_checkpoints_is_replayed_from_committed_data(tiny: Tiny) -> None:
+    config = tiny("iterations=3", "checkpoint.every=3", "evaluation.every=3")
+    updates = of(train(config), "update")
+    fresh_process()
+    from grpo_lib.placement.local import workers
+
+    run = Run(config)
+    ref = updates[1].to_ref(reused=True)
+    with workers(run, ref).trainer_at(ref) as trainer:
+        assert trainer.digest() == updates[1].summary["policy_digest"]
+        assert trainer.optimizer_step == 2
+
+
+@pytest.mark.parametrize("victim", ["rollout", "reward", "advantage", "dataset", "checkpoint", "manifest"])
+def test_a_flipped_byte_is_reported_with_its_path_when_read(tiny: Tiny, victim: str) -> None:
+    config = tiny()
+    manifests = train(config)
+    store = Path(config.store.uri)
+    if victim == "manifest":
+        path = of(manifests, "update", 0)[0].path
+    elif victim == "checkpoint":
+        parts = of(manifests, "checkpoint")[-1].parts
+        path = next(part.path for part in parts if part.name == "model.safetensors")
+    else:
+        path = of(manifests, victim)[0].parts[0].path
+    data = bytearray((store / path).read_bytes())
+    data[len(data) // 2] ^= 1
+    (store / path).write_bytes(data)
+
+    # What needs it is made again: the second iteration, from its checkpoint or by replay of the first.
+    if victim in ("rollout", "reward", "advantage"):
+        for each in of(manifests, "checkpoint"):
+            shutil.rmtree((store / each.path).parent)
+    if victim != "manifest":
+        shutil.rmtree((store / of(manifests, "update", 1)[0].path).parent)
+    if victim == "dataset":
+        shutil.rmtree((store / of(manifests, "prompts", 1)[0].path).parent)
+    if victim == "checkpoint":
+        config = tiny("iterations=3")
+        shutil.copytree(store / "runs", store / "runs", dirs_exist_ok=True)
+    shutil.rmtree(store / "index")
+    fresh_process()
+    with pytest.raises(CorruptError) as caught:
+        if victim == "checkpoint":
+            from grpo_lib.storage.stages import StageStore
+
+            stages: StageStore = Run(config).stages
+            stages.verify(of(manifests, "checkpoint")[-1].to_ref(reused=True))
+        else:
+            train(config)
+    assert path in str(caught.value)
+
+
+def test_stale_weights_in_the_engine_close_the_parity_gate(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_lib.generation.local import LocalEngine
+    from grpo_lib.placement import local
+
+    # An engine that claims to have loaded what it was given, and kept its old weights.
+    monkeypatch.setattr(LocalEngine, "load", lambda self, state: None)
+    monkeypatch.setattr(local.Workers, "_check_loaded", lambda self, weights, policy: None)
+    fresh_process()
+    with pytest.raises(ParityError, match=r"differ by .* on average .*parity.max_mean=1e-05.*engine holds weights"):
+        train(tiny("parity.max_mean=1e-5", "trainer.optimizer.lr=0.05"))
+
+
+def test_an_engine_that_did_not_load_is_noticed_by_its_digest(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_lib.generation.local import LocalEngine
+
+    load = LocalEngine.load
+
+    def forgetful(self: LocalEngine, state: dict[str, torch.Tensor]) -> None:
+        load(self, {name: tensor * 1.001 for name, tensor in state.items()})
+
+    monkeypatch.setattr(LocalEngine, "load", forgetful)
+    fresh_process()
+    with pytest.raises(ParityError, match="was given the weights of"):
+        train(tiny())
+
+
+def test_a_reward_that_fails_too_often_stops_the_run_with_the_reasons(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tasks.reward
+    from grpo_lib.problems import get_problem
+
+    problem = get_problem("countdown")
+
+    class Broken:
+        make_reward = staticmethod(lambda options, settings: lambda sample: 1 / 0)
+
+    monkeypatch.setattr(tasks.reward, "get_problem", lambda name: Broken)
+    assert problem is not None
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        train(tiny())
+
+
+def test_the_run_appears_on_the_prefect_server_with_named_tasks(tiny: Tiny, prefect_here: str) -> None:
+    train(tiny("name=visible", "iterations=1"))
+    runs = ask(prefect_here, "task_runs/filter", {"limit": 200, "sort": "END_TIME_DESC"})
+    names = {each["name"] for each in runs}
+    assert {"visible/000000/rollout", "visible/000000/rollout.1", "visible/setup/warm_start"} <= names
+    assert {each["state_type"] for each in runs if each["name"].startswith("visible/")} == {"COMPLETED"}
+
+
+def test_a_repeated_run_shows_as_cached_and_a_lost_dataset_is_made_again_whatever_prefect_remembers(
+    tiny: Tiny, prefect_here: str
+) -> None:
+    config = tiny("name=cached", "iterations=1")
+    first = train(config)
+    train(config)
+    runs = ask(prefect_here, "task_runs/filter", {"limit": 100, "sort": "END_TIME_DESC"})
+    states = {each["state_name"] for each in runs if each["name"] == "cached/000000/advantage"}
+    assert "Cached" in states
+    lost = of(first, "advantage", 0)[0]
+    shutil.rmtree((Path(config.store.uri) / lost.path).parent)
+    again = of(train(config), "advantage", 0)[0]
+    assert again.digest == lost.digest and again.created_ms > lost.created_ms
+
+
+def ask(api: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    request = urllib.request.Request(
+        f"{api}/{route}", json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def test_a_stage_folder_opens_with_plain_pyarrow_duckdb_and_polars(tiny: Tiny) -> None:
+    config = tiny("iterations=1", "rollout.shards=1")
+    reward = of(train(config), "reward", 0)[0]
+    folder = Run(config).stages.folder(reward.to_ref(reused=True))
+    rewards = pyarrow.dataset.dataset(folder, format="ipc")
+    expected = sum(rewards.to_table().column("value").to_pylist()) / rewards.count_rows()
+    assert duckdb.sql("select avg(value), count(*) from rewards").fetchone() == (pytest.approx(expected), 8)
+    assert polars.read_ipc(f"{folder}/*.arrow")["value"].mean() == pytest.approx(expected)
+
+
+def test_every_published_metric_has_a_description(tiny: Tiny) -> None:
+    config = tiny("algorithm.entropy_coef=0.01")
+    names = set()
+    stages = Run(config).stages
+    for each in of(train(config), "publish"):
+        names |= set(stages.table(each.to_ref(reused=True)).column("name").to_pylist())
+    assert len(names) > 40
+    assert {name for name in names if not is_described(name)} == set()
+
+
+def test_one_logged_model_a_checkpoint_and_the_configuration_as_parameters(tiny: Tiny) -> None:
+    from mlflow import MlflowClient
+
+    from grpo_lib.tracking.mlflow import tracker_for
+
+    config = tiny("iterations=4", "name=tracked")
+    checkpoints = of(train(config), "checkpoint")
+    tracker = tracker_for(Run(config))
+    client = MlflowClient(tracking_uri=tracker.uri)
+    run = client.get_run(tracker.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["rollout.samples"] == "2"
+    assert "evaluate/sampled_accuracy" in run.data.metrics
+    models = client.search_logged_models([tracker.experiment_id])
+    assert sorted(each.params["policy_version"] for each in models) == ["2", "4"]
+    by_digest = {each.tags["grpo.policy_digest"] for each in models}
+    assert by_digest == {each.summary["policy_digest"] for each in checkpoints}
+    assert len(run.inputs.dataset_inputs) == 1
+
+
+def test_the_whole_flow_runs_on_s3(tiny: Tiny, s3_endpoint: str) -> None:
+    import boto3
+
+    boto3.client("s3", endpoint_url=s3_endpoint).create_bucket(Bucket="training")
+    config = tiny(
+        "iterations=1", "store.uri=s3://training/grpo", f"store.endpoint_url={s3_endpoint}", "store.region=us-east-1"
+    )
+    digests = [each.summary["policy_digest"] for each in of(train(config), "update")]
+    fresh_process()
+    local = [each.summary["policy_digest"] for each in of(train(tiny("iterations=1")), "update")]
+    assert digests == local
