@@ -27,7 +27,7 @@ demo: $(READY)
 	$(BIN)/grpo run deployments/configs/demo.yaml
 
 demo-seeds: $(READY)
-	$(BIN)/python -m tests.benchmarks.demo_seeds
+	$(BIN)/python tests/benchmarks/demo_seeds.py
 
 test: $(READY)
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
@@ -39,7 +39,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 bench: $(READY)
-	$(BIN)/python -m tests.benchmarks.run
+	$(BIN)/python tests/benchmarks/run.py
 
 docs: $(READY)
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -q -e '.[docs]'

@@ -5,11 +5,13 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.training import Endpoint, Json, RunName, Store
+from flows.cli.training import Endpoint, Json, RunName, Store, run_name
 
 
 def show(
-    run: Annotated[str | None, typer.Argument(help="Name of the run; without: all runs.", show_default=False)] = None,
+    run: Annotated[
+        str | None, typer.Argument(help="Name of the run; without it: all runs.", show_default=False, callback=run_name)
+    ] = None,
     iteration: Annotated[int | None, typer.Option("-k", "--iteration", min=0, help="Only this iteration.")] = None,
     store: Store = "grpo-store",
     endpoint_url: Endpoint = None,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,16 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="`key=value` settings, e.g. rollout.samples=16 name=first.", show_default=False),
 ]
-RunName = Annotated[str, typer.Argument(help="Name of the run.", show_default=False, metavar="RUN")]
+
+
+def run_name(value: str | None) -> str | None:
+    """Refuses what can't be the name of a run."""
+    if value is not None and not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
+        raise typer.BadParameter(f"{value!r} is no name of a run: letters, digits and . _ -, first a letter or digit")
+    return value
+
+
+RunName = Annotated[str, typer.Argument(help="Name of the run.", show_default=False, metavar="RUN", callback=run_name)]
 Store = Annotated[str, typer.Option("--store", envvar="GRPO_STORE", help="Folder or s3://bucket/prefix.")]
 Endpoint = Annotated[str | None, typer.Option("--endpoint-url", help="S3 endpoint, for services other than AWS.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, nothing else.")]

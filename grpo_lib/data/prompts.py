@@ -16,7 +16,8 @@ def build_dataset(problem: Problem, config: Any, tokenizer: Any) -> pa.Table:
     """All prompts of both splits, rendered and tokenised.
 
     Args:
-        config: with ``data``, ``model.prompt_format``, ``model.system_prompt``, ``rollout.max_prompt_tokens``, ``seed``.
+        config: with ``data``, ``model.prompt_format``, ``model.system_prompt``, ``rollout.max_prompt_tokens`` and
+            ``seed``.
 
     Raises:
         DataError: no prompts, a prompt without tokens, one longer than allowed, or one in both splits.

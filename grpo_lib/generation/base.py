@@ -64,7 +64,7 @@ class Engine(Protocol):
         ...
 
     def digest(self) -> str:
-        """`weights_digest` of the weights that were loaded last."""
+        """`weights_digest` of the weights that the engine holds, in its precision."""
         ...
 
     def sleep(self) -> None:

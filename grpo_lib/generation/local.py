@@ -232,10 +232,10 @@ class LocalEngine:
             raise ModelError(f"these weights are not those of the engine's model ({listed}): load it from one folder")
         for name, tensor in state.items():
             own[name].copy_(tensor)
-        self._digest = weights_digest(state)
+        self._digest = weights_digest(own)
 
     def digest(self) -> str:
-        """`weights_digest` of what was loaded last, in the precision in which it came."""
+        """`weights_digest` of what the engine holds, in its own precision."""
         return self._digest
 
     def sleep(self) -> None:

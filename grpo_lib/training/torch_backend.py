@@ -77,9 +77,7 @@ class TorchTrainer:
         return self.model.state_dict()
 
     def logprobs(self, sequences: Sequences, temperature: float) -> tuple[Ragged, Ragged]:
-        return score(
-            self.model, sequences, temperature=temperature, max_tokens=self.max_tokens, autocast=self.autocast
-        )
+        return score(self.model, sequences, temperature=temperature, max_tokens=self.max_tokens, autocast=self.autocast)
 
     def update(self, batch: UpdateBatch, objective: Objective, batching: Batching) -> list[StepMetrics]:
         steps, skipped = [], 0

@@ -80,7 +80,9 @@ def update_batch(stages: StageStore, inputs: Sequence[ArtifactRef]) -> UpdateBat
 
     prompts, rollouts, advantages = read("prompts"), read("rollout"), read("advantage")
     old, ref = read("old_logprobs"), read("ref_logprobs")
-    assert prompts is not None and rollouts is not None and advantages is not None
+    assert prompts is not None, "no prompts among the inputs"
+    assert rollouts is not None, "no rollouts among the inputs"
+    assert advantages is not None, "no advantages among the inputs"
     for table, name in ((advantages, "advantage"), (old, "old_logprobs"), (ref, "ref_logprobs")):
         if table is not None:
             same_rows(rollouts, table, name)

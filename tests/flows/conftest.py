@@ -2,26 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from grpo_lib.config import RunConfig, make_config
-
-TINY: dict[str, Any] = {
-    "name": "tiny",
-    "iterations": 2,
-    "data": {"problem": "countdown", "train_prompts": 200, "heldout_prompts": 8},
-    "model": {"small": {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 2, "mlp_size": 32}},
-    "warm_start": {"steps": 3, "warmup_steps": 1, "batch_size": 4, "demonstrations": 16},
-    "rollout": {"prompts": 4, "samples": 2, "shards": 2, "max_prompt_tokens": 24, "max_new_tokens": 12},
-    "algorithm": {"kl": {"coef": 0.01}},
-    "trainer": {"optimizer": {"lr": 1e-3}},
-    "evaluation": {"every": 2, "prompts": 4, "samples": 2},
-    "checkpoint": {"every": 2},
-    "placement": {"threads": 1},
-}
-
+from tests.flows.tiny import TINY, use_easy_reward
 
 @pytest.fixture(scope="session")
 def prefect_here(prefect_server: dict[str, str]) -> Iterator[str]:
@@ -35,8 +20,12 @@ def prefect_here(prefect_server: dict[str, str]) -> Iterator[str]:
 
 
 @pytest.fixture()
-def tiny(tmp_path: Path) -> Callable[..., RunConfig]:
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
     """Makes the smallest configuration that has every stage, with ``key=value`` overrides."""
+
+    import tasks.reward
+
+    monkeypatch.setattr(tasks.reward, "get_problem", use_easy_reward)
 
     def make(*overrides: str) -> RunConfig:
         return make_config(TINY | {"store": {"uri": str(tmp_path / "store")}}, overrides)

@@ -2,7 +2,7 @@
 
 Imports once and forks a child for every run, so that a point costs seconds. Used by test_crashes.py:
 
-    python tests/flows/crashes.py FOLDER POINT...
+    python -m tests.flows.crashes FOLDER POINT...
 
 A point is WHEN:STAGE:ITERATION with WHEN one of begin (the stage is about to run), parts (its parts are written, its
 manifest is not), done (its manifest is there, nothing has been told to Prefect), and ITERATION "setup" or a number.
@@ -16,35 +16,20 @@ import sys
 import time
 from pathlib import Path
 
+import tasks.reward
 from flows.train import train
 from grpo_lib.config import RunConfig, make_config
 from grpo_lib.run import Run
 from grpo_lib.storage.attempts import Attempt
 from grpo_lib.storage.objects import open_store
+from tests.flows.tiny import TINY, use_easy_reward
 
 LIMIT_SECONDS = 120
 
 
 def tiny(store: Path) -> RunConfig:
-    return make_config(
-        {
-            "name": "tiny",
-            "iterations": 4,
-            "data": {"problem": "countdown", "train_prompts": 200, "heldout_prompts": 8},
-            "model": {"small": {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 2, "mlp_size": 32}},
-            "warm_start": {"steps": 3, "warmup_steps": 1, "batch_size": 4, "demonstrations": 16},
-            "rollout": {
-                "prompts": 4, "samples": 2, "shards": 2, "max_prompt_tokens": 24, "max_new_tokens": 12
-            },
-            "reward": {"format_only": 0.05, "max_failed": 0.5},
-            "algorithm": {"kl": {"coef": 0.01}, "entropy_coef": 0.01},
-            "trainer": {"mini_batch_prompts": 2, "optimizer": {"lr": 1e-3}},
-            "evaluation": {"every": 2, "prompts": 4, "samples": 2},
-            "checkpoint": {"every": 2},
-            "placement": {"threads": 1},
-            "store": {"uri": str(store)},
-        }
-    )  # fmt: skip
+    settings = ["iterations=4", "algorithm.entropy_coef=0.01", "trainer.mini_batch_prompts=2", "rollout.prompts=4"]
+    return make_config(TINY | {"store": {"uri": str(store)}}, settings)
 
 
 def kill_at(point: str) -> None:
@@ -82,6 +67,7 @@ def in_child(store: Path, point: str) -> int:
         try:
             if point != "none":
                 kill_at(point)
+            tasks.reward.get_problem = use_easy_reward  # type: ignore[assignment]
             train(tiny(store))
         except BaseException:
             import traceback

@@ -42,7 +42,8 @@ PAID = ("rollout", "reward", "old_logprobs", "ref_logprobs", "update", "warm_sta
 def outcomes(tmp_path_factory: pytest.TempPathFactory, prefect_server: dict[str, str]) -> Iterator[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("crashes")
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("crashes.py")), str(folder), "none", *POINTS],
+        [sys.executable, "-m", "tests.flows.crashes", str(folder), "none", *POINTS],
+        cwd=Path(__file__).parents[2],
         env=os.environ | prefect_server,
         capture_output=True,
         text=True,

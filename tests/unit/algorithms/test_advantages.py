@@ -114,9 +114,7 @@ def test_grpo_does_not_change_when_all_rewards_are_scaled_and_shifted(
 @BOTH
 @FEW
 @given(reward=st.floats(-1e6, 1e6), size=st.integers(2, 11))
-def test_equal_rewards_give_exactly_0(
-    estimator: Callable[[Tensor, Tensor], Tensor], reward: float, size: int
-) -> None:
+def test_equal_rewards_give_exactly_0(estimator: Callable[[Tensor, Tensor], Tensor], reward: float, size: int) -> None:
     rewards = torch.full((size,), reward, dtype=torch.float64)
     assert torch.equal(estimator(rewards, torch.zeros(size, dtype=torch.int64)), torch.zeros(size).double())
 

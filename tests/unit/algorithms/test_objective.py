@@ -1,5 +1,6 @@
 """The whole objective on random ragged batches, against the formulas written row by row in plain Python."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -81,10 +82,10 @@ def token_by_formula(lp: float, old: float, ref: float, advantage: float) -> tup
 def by_formula(batch: Batch, aggregation: str) -> tuple[float, list[float]]:
     """The scalar and its gradient, a row at a time."""
     starts = batch.offsets.tolist()
-    valid = [sum(batch.mask[a:b].tolist()) for a, b in zip(starts, starts[1:], strict=False)]
+    valid = [sum(batch.mask[a:b].tolist()) for a, b in itertools.pairwise(starts)]
     rows_that_count = sum(count > 0 for count in valid)
     total, gradient = [], []
-    for row, (a, b) in enumerate(zip(starts, starts[1:], strict=False)):
+    for row, (a, b) in enumerate(itertools.pairwise(starts)):
         for token in range(a, b):
             if not batch.mask[token]:
                 gradient.append(0.0)

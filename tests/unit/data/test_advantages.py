@@ -77,7 +77,11 @@ def test_a_null_reward_is_not_a_reward_of_0() -> None:
         [0.0],
         [pytest.approx(-0.25 / std, rel=1e-5)],
     ]
-    assert with_zero.column("advantages").to_pylist() == [[pytest.approx(1.0, rel=1e-5)], [pytest.approx(-1.0, rel=1e-5)], [0.0]]
+    assert with_zero.column("advantages").to_pylist() == [
+        [pytest.approx(1.0, rel=1e-5)],
+        [pytest.approx(-1.0, rel=1e-5)],
+        [0.0],
+    ]
 
 
 def test_statistics_of_positive_advantages_are_not_pulled_to_0_by_rows_without_reward() -> None:

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -21,7 +23,7 @@ def table_of(rows: list[list[int]], type_: pa.DataType = TOKENS) -> pa.Table:
 
 def lists(rows: Ragged) -> list[list[int]]:
     starts = rows.offsets.tolist()
-    return [rows.values[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+    return [rows.values[a:b].tolist() for a, b in itertools.pairwise(starts)]
 
 
 @pytest.mark.parametrize("type_", [TOKENS, FLOATS, MASK, pa.large_list(pa.int64())])

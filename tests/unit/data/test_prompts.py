@@ -13,7 +13,9 @@ from grpo_lib.models import make_tokenizer
 from grpo_lib.types import Problem
 
 FEW = settings(deadline=None, max_examples=30)
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 
 
 def problem_table(rows: list[tuple[str, str]], **more: list[str | None]) -> pa.Table:
@@ -165,9 +167,7 @@ def test_chat_without_a_template_names_the_remedy(tokenizer: Any) -> None:
         build_dataset(problem, settings_of(prompt_format="chat"), tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("system", "expected"), [(None, "<user>ab?<a>"), ("be brief", "<system>be brief<user>ab?<a>")]
-)
+@pytest.mark.parametrize(("system", "expected"), [(None, "<user>ab?<a>"), ("be brief", "<system>be brief<user>ab?<a>")])
 def test_chat_goes_through_the_template(tokenizer: Any, system: str | None, expected: str) -> None:
     tokenizer.chat_template = TEMPLATE
     ids = encode_prompts(tokenizer, ["ab?"], "chat", system).to_pylist()

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -19,7 +20,7 @@ def ragged(rows: list[list[int]]) -> Ragged:
 
 def lists(rows: Ragged) -> list[list[int]]:
     starts = rows.offsets.tolist()
-    return [rows.values[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+    return [rows.values[a:b].tolist() for a, b in itertools.pairwise(starts)]
 
 
 def test_lengths_become_offsets() -> None:

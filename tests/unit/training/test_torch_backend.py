@@ -327,7 +327,9 @@ def test_skipped_steps_are_counted_and_too_many_stop_the_update(
     steps = trainer.update(batch, make_objective(), batching)
     assert sum(step.values["skipped"] for step in steps) == 2.0
     assert (len(steps), trainer.optimizer_step) == (8, 6)
-    with pytest.raises(NonFiniteError, match=r"2 gradients of one iteration were NaN or infinite \(trainer\.max_skipped=1\)"):
+    with pytest.raises(
+        NonFiniteError, match=r"2 gradients of one iteration were NaN or infinite \(trainer\.max_skipped=1\)"
+    ):
         make_trainer().update(batch, make_objective(), replace(batching, max_skipped=1))
 
 
