@@ -2,12 +2,13 @@
 
 from prefect import flow
 
-from flows.train import start
 from grpo_lib.config import RunConfig
 from grpo_lib.errors import NotFoundError
+from grpo_lib.placement.devices import use_threads
+from grpo_lib.preflight import data_digests
 from grpo_lib.run import Run
-from grpo_lib.storage.manifests import latest
-from grpo_lib.storage.stages import ArtifactRef
+from grpo_lib.storage.manifests import Manifest, latest
+from tasks.dataset import dataset
 from tasks.evaluate import evaluate as evaluate_policy
 
 
@@ -15,20 +16,32 @@ from tasks.evaluate import evaluate as evaluate_policy
 def evaluate(config: RunConfig, version: int | None = None) -> dict[str, float]:
     """Evaluates policy ``version`` (updates done; default the last) of the run that ``config`` names."""
     run = Run(config)
-    data, initial = start(run)
-    policy = initial if version == 0 else policy_of(run, version, initial)
-    updates = run.stages.manifest(policy).summary["policy_version"]
-    result = evaluate_policy(run, int(str(updates)), data, policy)
+    use_threads(config.placement.threads)
+    policy = policy_of(run, version)
+    data = dataset(run, None, external=data_digests(config))
+    result = evaluate_policy(run, policy_version(policy), data, policy.to_ref(reused=True))
     summary = run.stages.manifest(result).summary
     return {name: float(value) for name, value in summary.items() if isinstance(value, int | float)}
 
 
-def policy_of(run: Run, version: int | None, initial: ArtifactRef) -> ArtifactRef:
-    """The policy after ``version`` updates, or the last one."""
-    updates = latest(run.stages.manifests(), "update")
+def policy_of(run: Run, version: int | None) -> Manifest:
+    """The policy after ``version`` updates, or the last one.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    manifests = run.stages.manifests()
+    policies = [policy for stage in ("warm_start", "pretrained", "update") for policy in latest(manifests, stage)]
+    if not policies:
+        raise NotFoundError(f"run {run.name!r} has no policy yet; `grpo resume {run.name}` goes on with it")
     if version is None:
-        return updates[-1].to_ref(reused=True) if updates else initial
-    found = [each for each in updates if each.summary["policy_version"] == version]
+        return policies[-1]
+    found = [each for each in policies if policy_version(each) == version]
     if not found:
-        raise NotFoundError(f"run {run.name!r} has policies 0..{len(updates)}, there is no version {version}")
-    return found[0].to_ref(reused=True)
+        last = policy_version(policies[-1])
+        raise NotFoundError(f"run {run.name!r} has policies 0..{last}, there is no version {version}")
+    return found[0]
+
+
+def policy_version(policy: Manifest) -> int:
+    return int(str(policy.summary["policy_version"]))

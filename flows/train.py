@@ -53,8 +53,11 @@ def mark_failed(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> N
 def train(config: RunConfig) -> RunReport:
     """Trains a policy with GRPO. A stage that is committed already is not run again: run the flow again to resume."""
     check_surroundings(config)
-    run = open_run(config)
-    data, initial = start(run)
+    use_threads(config.placement.threads)
+    run = Run(config)
+    data = dataset(run, None, external=data_digests(config))
+    open_run(config)
+    initial = first_policy(run, data)
     published = [publish.submit(run, None, [data, initial])]
     before = evaluate(run, 0, data, initial)
     published.append(publish.submit(run, 0, [before]))
@@ -75,13 +78,11 @@ def train(config: RunConfig) -> RunReport:
     return report(run)
 
 
-def start(run: Run) -> tuple[ArtifactRef, ArtifactRef]:
-    """The run's prompts and the policy that it starts from."""
-    use_threads(run.config.placement.threads)
-    data = dataset(run, None, external=data_digests(run.config))
+def first_policy(run: Run, data: ArtifactRef) -> ArtifactRef:
+    """The policy that the run starts from: made on the spot, or pretrained."""
     if run.config.model.path is None:
-        return data, warm_start(run, None, data)
-    return data, pretrained(run, None, external=model_digests(run.config))
+        return warm_start(run, None, data)
+    return pretrained(run, None, external=model_digests(run.config))
 
 
 def iterate(

@@ -371,11 +371,12 @@ class RunConfig(Section):
         return self
 
     @property
-    def decay_steps(self) -> int:
-        """Optimizer steps over which the schedule runs."""
-        if self.trainer.optimizer.decay_steps is not None:
-            return self.trainer.optimizer.decay_steps
-        return self.iterations * self.steps_per_iteration
+    def decay_steps(self) -> int | None:
+        """Optimizer steps over which the schedule runs; None: it is constant, and `iterations` shapes no update."""
+        optimizer = self.trainer.optimizer
+        if optimizer.schedule == "constant":
+            return None
+        return optimizer.decay_steps or self.iterations * self.steps_per_iteration
 
     @property
     def steps_per_iteration(self) -> int:

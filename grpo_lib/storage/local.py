@@ -145,10 +145,10 @@ def disk_errors(place: Path) -> Iterator[None]:
 
 def _remedy(code: int | None) -> str:
     if code in (errno.ENOSPC, errno.EDQUOT):
-        return "free some space (`grpo gc` removes what nobody reads) or set store.uri to a folder on another disk"
+        return "free some space, or set store.uri to a folder on another disk"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "give this user the right to read and write there, or set store.uri to another folder"
-    if code in (errno.ENOTDIR, errno.EISDIR):
+    if code in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
         return "a file and a folder are in each other's place; set store.uri to an empty or new folder"
     return "check the disk, or set store.uri to another folder"
 

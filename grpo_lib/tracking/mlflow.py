@@ -1,6 +1,7 @@
 """MLflow's one door: one MLflow run for a training run, found again by its tags, with points that never double."""
 
 import functools
+import io
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from grpo_lib.config import RunConfig, StoreConfig
 from grpo_lib.errors import TrackingError
 from grpo_lib.run import Run
 
+SQLITE = b"SQLite format 3"  # how such a file begins
 MAX_PARAM_LENGTH = 6000  # MLflow's limit
 
 
@@ -58,6 +60,10 @@ def check_tracking(uri: str, timeout: float = 5.0) -> None:
             raise TrackingError(f"can't make the folder of the MLflow database {path}: {error.strerror}") from None
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise TrackingError(f"the MLflow database {path} can't be written; check tracking.uri and permissions")
+        with path.open("rb") if path.is_file() else io.BytesIO() as file:
+            head = file.read(len(SQLITE))
+        if head not in (b"", SQLITE):
+            raise TrackingError(f"{path} is no SQLite database; move it away, or set tracking.uri to another file")
         return
     known = ("postgresql", "mysql", "mssql", "file:", "databricks")
     if "://" not in uri or not uri.startswith(known):
@@ -86,7 +92,7 @@ def _as_tracking_error(method: Callable[P, T]) -> Callable[P, T]:
 
         try:
             return method(*args, **kwargs)
-        except MlflowException as error:
+        except (MlflowException, OSError) as error:
             raise TrackingError(
                 f"MLflow refused: {str(error)[:500]}. Training data is safe in the store; "
                 "`grpo resume` logs what is missing"

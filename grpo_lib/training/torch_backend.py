@@ -34,13 +34,13 @@ class TorchTrainer:
     Args:
         model: float32 weights, on the device where it is to run.
         optimizer: settings of AdamW and its schedule.
-        decay_steps: optimizer steps until the schedule's end.
+        decay_steps: optimizer steps until the schedule's end; None with a constant one.
         dtype: of the passes through the model; ``bfloat16`` autocasts, the weights stay float32.
         max_tokens: padded tokens a micro-batch when scoring.
     """
 
     def __init__(
-        self, model: Any, optimizer: OptimizerConfig, *, decay_steps: int, dtype: torch.dtype, max_tokens: int
+        self, model: Any, optimizer: OptimizerConfig, *, decay_steps: int | None, dtype: torch.dtype, max_tokens: int
     ) -> None:
         self.model = model.eval()
         self.device = next(model.parameters()).device

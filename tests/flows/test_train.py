@@ -38,8 +38,10 @@ def of(manifests: list[Manifest], stage: str, iteration: int | None = None) -> l
 def fresh_process() -> None:
     """What a new process would not know: the warm engines."""
     from grpo_lib.placement import local
+    from tasks.dataset import split
 
     local._current.clear()
+    split.cache_clear()
 
 
 def test_a_changed_reward_reuses_prompts_and_rollouts_of_iteration_0_and_computes_the_rest(tiny: Tiny) -> None:
@@ -116,44 +118,51 @@ def test_a_policy_between_checkpoints_is_replayed_from_committed_data(tiny: Tiny
         assert trainer.optimizer_step == 2
 
 
-@pytest.mark.parametrize("victim", ["rollout", "reward", "advantage", "dataset", "checkpoint", "manifest"])
+READ_AGAIN = {
+    # victim: what is taken away, so that the run has to read the victim
+    "rollout": ("update", 1),  # policy 1 is replayed from iteration 0
+    "advantage": ("update", 1),
+    "reward": ("advantage", 0),
+    "dataset": ("prompts", 1),
+    "update": None,  # its manifest is looked at anyway
+}
+
+
+@pytest.mark.parametrize("victim", READ_AGAIN)
 def test_a_flipped_byte_is_reported_with_its_path_when_read(tiny: Tiny, victim: str) -> None:
     config = tiny()
     manifests = train(config)
-    store = Path(config.store.uri)
-    if victim == "manifest":
-        path = of(manifests, "update", 0)[0].path
-    elif victim == "checkpoint":
-        parts = of(manifests, "checkpoint")[-1].parts
-        path = next(part.path for part in parts if part.name == "model.safetensors")
-    else:
-        path = of(manifests, victim)[0].parts[0].path
-    data = bytearray((store / path).read_bytes())
-    data[len(data) // 2] ^= 1
-    (store / path).write_bytes(data)
-
-    # What needs it is made again: the second iteration, from its checkpoint or by replay of the first.
-    if victim in ("rollout", "reward", "advantage"):
-        for each in of(manifests, "checkpoint"):
-            shutil.rmtree((store / each.path).parent)
-    if victim != "manifest":
-        shutil.rmtree((store / of(manifests, "update", 1)[0].path).parent)
-    if victim == "dataset":
-        shutil.rmtree((store / of(manifests, "prompts", 1)[0].path).parent)
-    if victim == "checkpoint":
-        config = tiny("iterations=3")
-        shutil.copytree(store / "runs", store / "runs", dirs_exist_ok=True)
-    shutil.rmtree(store / "index")
+    damaged = of(manifests, victim)[0]
+    path = damaged.path if victim == "update" else damaged.parts[0].path
+    flip_a_byte(Path(config.store.uri) / path)
+    if READ_AGAIN[victim] is not None:
+        stage, iteration = READ_AGAIN[victim]
+        lose(config, of(manifests, stage, iteration)[0])
     fresh_process()
     with pytest.raises(CorruptError) as caught:
-        if victim == "checkpoint":
-            from grpo_lib.storage.stages import StageStore
-
-            stages: StageStore = Run(config).stages
-            stages.verify(of(manifests, "checkpoint")[-1].to_ref(reused=True))
-        else:
-            train(config)
+        train(config)
     assert path in str(caught.value)
+
+
+def test_a_flipped_byte_in_a_checkpoint_is_reported_when_the_run_goes_on_from_it(tiny: Tiny) -> None:
+    checkpoint = of(train(tiny()), "checkpoint")[-1]
+    path = next(part.path for part in checkpoint.parts if part.name == "model.safetensors")
+    flip_a_byte(Path(tiny().store.uri) / path)
+    fresh_process()
+    with pytest.raises(CorruptError) as caught:
+        train(tiny("iterations=3"))
+    assert path in str(caught.value)
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def lose(config: RunConfig, artifact: Manifest) -> None:
+    """As if the stage had never run."""
+    shutil.rmtree((Path(config.store.uri) / artifact.path).parent)
 
 
 def test_stale_weights_in_the_engine_close_the_parity_gate(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +226,7 @@ def test_a_repeated_run_shows_as_cached_and_a_lost_dataset_is_made_again_whateve
     states = {each["state_name"] for each in runs if each["name"] == "cached/000000/advantage"}
     assert "Cached" in states
     lost = of(first, "advantage", 0)[0]
-    shutil.rmtree((Path(config.store.uri) / lost.path).parent)
+    lose(config, lost)
     again = of(train(config), "advantage", 0)[0]
     assert again.digest == lost.digest and again.created_ms > lost.created_ms
 
