@@ -61,7 +61,7 @@ class SmallModelConfig(Section):
     hidden_size: int = Field(96, ge=8, le=8192)
     layers: int = Field(3, ge=1, le=128)
     heads: int = Field(4, ge=1, le=128)
-    kv_heads: int = Field(4, ge=1, le=128)
+    kv_heads: int = Field(1, ge=1, le=128)
     head_dim: int = Field(32, ge=8, le=256, multiple_of=2, description="vLLM on CPU takes 32, 64, 80, 96, 112, 128.")
     mlp_size: int = Field(256, ge=8, le=65536)
     rope_theta: float = Field(10_000.0, gt=0)
@@ -353,7 +353,7 @@ class RunConfig(Section):
                 f"trainer.max_tokens={trainer.max_tokens} is below rollout.max_prompt_tokens + rollout.max_new_tokens "
                 f"= {longest}; one row must fit into a micro-batch"
             )
-        if optimizer.schedule != "constant" and optimizer.warmup_steps >= self.decay_steps:
+        if self.decay_steps is not None and optimizer.warmup_steps >= self.decay_steps:
             raise ValueError(
                 f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the "
                 f"{self.decay_steps} steps of the {optimizer.schedule} schedule"

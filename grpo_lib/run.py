@@ -80,9 +80,7 @@ def load_run(store: StoreConfig, name: str, overrides: list[str] | tuple[str, ..
 
 def run_names(objects: ObjectStore) -> list[str]:
     """Names of all runs in a store."""
-    return sorted(
-        info.path.split("/")[1] for info in objects.list("runs") if info.path.endswith("/run.json")
-    )
+    return sorted(info.path.split("/")[1] for info in objects.list("runs") if info.path.endswith("/run.json"))
 
 
 def stored_values(objects: ObjectStore, name: str) -> dict[str, Any]:
@@ -97,7 +95,9 @@ def stored_values(objects: ObjectStore, name: str) -> dict[str, Any]:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise CorruptError(f"{objects.location(path)} is not JSON any more ({error}); restore it from a backup") from None
+        raise CorruptError(
+            f"{objects.location(path)} is not JSON any more ({error}); restore it from a backup"
+        ) from None
 
 
 def _differences(before: RunConfig, after: RunConfig) -> list[str]:

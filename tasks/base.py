@@ -38,7 +38,9 @@ Input = ArtifactRef | Sequence[ArtifactRef] | None
 class Stage:
     """What a stage's body sees: its slice of the configuration, its inputs' data, and its commit."""
 
-    def __init__(self, run: Run, spec: StageSpec, iteration: int | None, shard: int, key: str, attempt: Attempt) -> None:
+    def __init__(
+        self, run: Run, spec: StageSpec, iteration: int | None, shard: int, key: str, attempt: Attempt
+    ) -> None:
         self.run = run
         self.name = spec.name
         self.config = ConfigView(run.config, spec)
@@ -147,13 +149,16 @@ class StageTask:
         if known is not None:
             _report(known)
         arguments = {
-            "run": run, "iteration": iteration, "inputs": inputs, "shard": shard, "key": key, "stage": self.spec.name
+            "run": run,
+            "iteration": iteration,
+            "inputs": inputs,
+            "shard": shard,
+            "key": key,
+            "stage": self.spec.name,
         }
         return (self._compute if known is None else self._reuse), arguments
 
-    def _run(
-        self, run: Run, iteration: int | None, inputs: tuple[Input, ...], shard: int, key: str
-    ) -> ArtifactRef:
+    def _run(self, run: Run, iteration: int | None, inputs: tuple[Input, ...], shard: int, key: str) -> ArtifactRef:
         ref = run.stages.find(self.spec, key, iteration, shard)
         if ref is not None:
             return ref
@@ -202,7 +207,7 @@ def _task_run_name() -> str:
 
 
 def _worth_a_retry(task: Any, task_run: Any, state: Any) -> bool:
-    """Only what may pass by itself: a store or MLflow that does not answer. Everything else fails the same way again."""
+    """Only what may pass by itself: a store or MLflow that does not answer. All else fails the same way again."""
     try:
         state.result()
     except (StoreUnreachableError, TrackingError):

@@ -14,9 +14,7 @@ from tasks.base import Stage, stage_task
 DATASET = StageSpec(
     name="dataset",
     version=1,
-    reads=(
-        "data", "model.path", "model.prompt_format", "model.system_prompt", "rollout.max_prompt_tokens", "seed"
-    ),
+    reads=("data", "model.path", "model.prompt_format", "model.system_prompt", "rollout.max_prompt_tokens", "seed"),
 )
 
 

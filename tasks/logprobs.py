@@ -15,9 +15,7 @@ REF = StageSpec(name="ref_logprobs", version=1, reads=READS)
 
 
 @stage_task(OLD)
-def old_logprobs(
-    stage: Stage, prompts: ArtifactRef, rollouts: list[ArtifactRef], policy: ArtifactRef
-) -> ArtifactRef:
+def old_logprobs(stage: Stage, prompts: ArtifactRef, rollouts: list[ArtifactRef], policy: ArtifactRef) -> ArtifactRef:
     """Log-probs and entropies under the policy before the update: the anchor of the ratio."""
     responses = stage.table(rollouts)
     with stage.workers(policy).trainer_at(policy) as trainer:
@@ -43,9 +41,7 @@ def old_logprobs(
 
 
 @stage_task(REF)
-def ref_logprobs(
-    stage: Stage, prompts: ArtifactRef, rollouts: list[ArtifactRef], initial: ArtifactRef
-) -> ArtifactRef:
+def ref_logprobs(stage: Stage, prompts: ArtifactRef, rollouts: list[ArtifactRef], initial: ArtifactRef) -> ArtifactRef:
     """Log-probs under the frozen policy that the run started from."""
     responses = stage.table(rollouts)
     logprobs = stage.workers(initial).reference_logprobs(

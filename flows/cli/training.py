@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,7 +63,7 @@ def evaluate(
     if version:
         _check_version(loaded, version)
     _check(loaded.config)
-    summary = _in_prefect(lambda: _flow("evaluate", "evaluate")(loaded.config, version), as_json)
+    summary = _in_prefect("evaluate", loaded.config, version, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(summary))
         return
@@ -81,7 +81,7 @@ def warm_start(config: Config, overrides: Overrides = None, as_json: Json = Fals
     if settings.warm_start is None:
         raise ConfigError(f"{config} has no warm_start section: the run starts from model.path={settings.model.path!r}")
     _check(settings)
-    result = _in_prefect(lambda: _flow("warm_start", "warm_start")(settings), as_json)
+    result = _in_prefect("warm_start", settings, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(result))
         return
@@ -107,7 +107,7 @@ def _check_version(run: "Run", version: int) -> None:
 
 def _train(config: "RunConfig", as_json: bool) -> None:
     _check(config)
-    result = _in_prefect(lambda: _flow("train", "train")(config), as_json)
+    result = _in_prefect("train", config, quiet=as_json)
     if as_json:
         typer.echo(result.model_dump_json())
         return
@@ -124,28 +124,19 @@ def _check(config: "RunConfig") -> None:
     check_prefect()
 
 
-def _flow(module: str, name: str) -> Callable[..., Any]:
+def _in_prefect(module: str, *arguments: Any, quiet: bool) -> Any:
+    """Calls the flow of ``flows.<module>`` with an embedded Prefect server, or the one that PREFECT_API_URL names."""
     import importlib
 
-    return getattr(importlib.import_module(f"flows.{module}"), name)
-
-
-def _in_prefect(call: Callable[[], Any], quiet: bool) -> Any:
-    """Calls a flow with an embedded Prefect server, or the one that PREFECT_API_URL names."""
-    defaults = {
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        # Errors are printed once, at the end; the server's log holds everything.
-        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
-        "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL",
-    }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
-    home.mkdir(parents=True, exist_ok=True)
-    if quiet:
-        return call()
     from flows.cli.console import live_progress
+    from flows.cli.server import prefect_home, start_prefect
 
-    with live_progress():
-        return call()
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    # Errors are printed once, at the end; the server's log holds everything.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    prefect_home().mkdir(parents=True, exist_ok=True)
+    wait_for_server = start_prefect()
+    with nullcontext() if quiet else live_progress():
+        flow = getattr(importlib.import_module(f"flows.{module}"), module)  # seconds, while the server starts
+        wait_for_server()
+        return flow(*arguments)

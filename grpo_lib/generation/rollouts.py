@@ -54,9 +54,7 @@ def generate_rollouts(
         "prompt_row": pa.array(prompt_row),
         "group_id": pa.array(prompt_row.astype(np.int64)),
         "response_ids": list_array(responses, TOKENS),
-        "response_mask": list_array(
-            responses.with_values(torch.ones(len(made.response_ids), dtype=torch.uint8)), MASK
-        ),
+        "response_mask": list_array(responses.with_values(torch.ones(len(made.response_ids), dtype=torch.uint8)), MASK),
         "rollout_logprobs": list_array(responses.with_values(made.logprobs), FLOATS),
         "finish_reason": finish_reasons(made),
         "seed": pa.array(seeds),

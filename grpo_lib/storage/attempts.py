@@ -158,7 +158,7 @@ class Attempt:
         try:
             self._objects.delete([info.path for info in self._objects.list(self._folder)])
         except StoreError as error:
-            logger.warning("%s is left for `grpo gc`: %s", self._objects.location(self._folder), error)
+            logger.warning("uncommitted files in %s are left behind: %s", self._objects.location(self._folder), error)
 
 
 def file_sha256(path: Path) -> str:

@@ -145,7 +145,9 @@ class Tracker:
         """The MLflow run, made with the configuration as its parameters when there is none yet."""
         tags = {"grpo.run": self._name, "grpo.place": self._place}
         query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-        found = self._client.search_runs([self.experiment_id], query, max_results=1, order_by=["attribute.start_time ASC"])
+        found = self._client.search_runs(
+            [self.experiment_id], query, max_results=1, order_by=["attribute.start_time ASC"]
+        )
         if found:
             run_id = found[0].info.run_id
             if found[0].info.status != "RUNNING":  # it ended or failed, and goes on now

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,7 +82,7 @@ def seconds_between_stages(manifests: Sequence[Manifest]) -> float | None:
     )
     ends = [manifest.created_ms / 1000 for manifest in latest(manifests, "update") if manifest.adopted_from is None]
     idle = []
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in pairwise(ends):
         covered, reached = 0.0, begin
         for start, stop in bodies:
             if stop > begin and start < end:
@@ -97,7 +98,9 @@ def telling_responses(stages: StageStore) -> list[tuple[str, dict[str, Any]]]:
     if len(evaluations) < 2:
         return []
     first, last = (_responses(stages, each.to_ref(reused=True)) for each in (evaluations[0], evaluations[-1]))
-    learned = next((i for i, (a, b) in enumerate(zip(first, last, strict=True)) if b["correct"] and not a["correct"]), 0)
+    learned = next(
+        (i for i, (a, b) in enumerate(zip(first, last, strict=True)) if b["correct"] and not a["correct"]), 0
+    )
     wrong = next((row for row in last if not row["correct"]), None)
     found = [("before", first[learned]), ("after, same prompt", last[learned])]
     return found if wrong is None else [*found, ("after, a wrong one", wrong)]

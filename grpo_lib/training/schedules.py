@@ -3,9 +3,7 @@
 import math
 
 
-def lr_factor(
-    step: int, *, schedule: str, warmup_steps: int, decay_steps: int | None, final_fraction: float
-) -> float:
+def lr_factor(step: int, *, schedule: str, warmup_steps: int, decay_steps: int | None, final_fraction: float) -> float:
     """What the learning rate of step ``step`` (from 0) is multiplied by. The first step is never 0.
 
     ``decay_steps`` is the step of the schedule's end; a constant one has none.

@@ -8,6 +8,7 @@ import pytest
 from grpo_lib.config import RunConfig, make_config
 from tests.flows.tiny import TINY, use_easy_reward
 
+
 @pytest.fixture(scope="session")
 def prefect_here(prefect_server: dict[str, str]) -> Iterator[str]:
     """This process talks to the session's Prefect server; the fixture's value is its address."""
@@ -19,7 +20,7 @@ def prefect_here(prefect_server: dict[str, str]) -> Iterator[str]:
         yield prefect_server["PREFECT_API_URL"]
 
 
-@pytest.fixture()
+@pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
     """Makes the smallest configuration that has every stage, with ``key=value`` overrides."""
 

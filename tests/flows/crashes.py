@@ -16,6 +16,9 @@ import sys
 import time
 from pathlib import Path
 
+import matplotlib.pyplot  # noqa: F401  imported once for all children
+import mlflow  # noqa: F401
+
 import tasks.reward
 from flows.train import train
 from grpo_lib.config import RunConfig, make_config

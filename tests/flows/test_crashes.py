@@ -5,7 +5,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ PAID = ("rollout", "reward", "old_logprobs", "ref_logprobs", "update", "warm_sta
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, prefect_server: dict[str, str]) -> Iterator[dict[str, Any]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, prefect_server: dict[str, str]) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("crashes")
     done = subprocess.run(
         [sys.executable, "-m", "tests.flows.crashes", str(folder), "none", *POINTS],
@@ -50,7 +49,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, prefect_server: dict[str,
         timeout=550,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    yield {each["point"]: each for each in json.loads(done.stdout.splitlines()[-1])}
+    return {each["point"]: each for each in json.loads(done.stdout.splitlines()[-1])}
 
 
 def by_place(outcome: dict[str, Any]) -> dict[str, str]:

@@ -162,7 +162,7 @@ def test_an_attempt_that_cannot_be_cleaned_away_says_so_and_keeps_the_first_erro
 
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="first"):
         fail()
-    assert "grpo gc" in caplog.text and "read-only" in caplog.text
+    assert "left behind" in caplog.text and "read-only" in caplog.text
 
 
 def test_the_loser_of_a_race_reads_the_winner_and_leaves_nothing(

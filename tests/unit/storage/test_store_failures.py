@@ -30,7 +30,7 @@ def test_a_full_disk_leaves_no_manifest_and_no_temporary_file(
         patch.setattr(os, "fsync", full_disk)
         local_store.root.mkdir()
         (local_store.root / "runs").mkdir()
-        with pytest.raises(StoreUnreachableError, match=r"runs/demo/.*No space left.*grpo gc"):
+        with pytest.raises(StoreUnreachableError, match=r"runs/demo/.*No space left.*free some space"):
             commit(stages)
     assert list(local_store.list("")) == []
     assert not commit(stages).reused
