@@ -7,18 +7,10 @@ value, the bound and the remedy.
 
 import hashlib
 import json
-import re
-from collections.abc import Hashable, Iterator
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from yaml.constructor import ConstructorError
-
-from grpo_lib.errors import ConfigError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -58,13 +50,13 @@ class StoreConfig(Section):
 class SmallModelConfig(Section):
     """Shape of a small Qwen3-style model that is made from nothing."""
 
-    hidden_size: int = Field(96, ge=8, le=8192)
-    layers: int = Field(3, ge=1, le=128)
-    heads: int = Field(4, ge=1, le=128)
-    kv_heads: int = Field(1, ge=1, le=128)
+    hidden_size: int = Field(96, ge=8, le=8192, description="Width of the residual stream.")
+    layers: int = Field(3, ge=1, le=128, description="Decoder layers.")
+    heads: int = Field(4, ge=1, le=128, description="Query heads.")
+    kv_heads: int = Field(1, ge=1, le=128, description="Key-value heads; one makes decoding fastest.")
     head_dim: int = Field(32, ge=8, le=256, multiple_of=2, description="vLLM on CPU takes 32, 64, 80, 96, 112, 128.")
-    mlp_size: int = Field(256, ge=8, le=65536)
-    rope_theta: float = Field(10_000.0, gt=0)
+    mlp_size: int = Field(256, ge=8, le=65536, description="Width inside the MLP.")
+    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary embedding.")
     initializer_range: float = Field(0.08, gt=0, le=1, description="0.02 learns arithmetic far more slowly.")
 
     @model_validator(mode="after")
@@ -99,27 +91,29 @@ class ModelConfig(Section):
 class WarmStartConfig(Section):
     """Supervised fine-tuning on demonstrations, from random weights, before RL."""
 
-    steps: int = Field(1350, ge=1)
-    batch_size: int = Field(32, ge=1)
+    steps: int = Field(1350, ge=1, description="Optimizer steps.")
+    batch_size: int = Field(32, ge=1, description="Demonstrations a step.")
     demonstrations: int = Field(20_000, ge=1, description="At most so many training prompts get a demonstration.")
     muon_lr: float = Field(0.02, gt=0, description="Muon, for all matrices but the embedding.")
     adamw_lr: float = Field(3e-3, gt=0, description="AdamW, for the embedding and vectors.")
-    warmup_steps: int = Field(20, ge=0)
-    final_lr_fraction: float = Field(0.05, ge=0, le=1)
-    max_grad_norm: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(20, ge=0, description="Steps in which the rate rises.")
+    final_lr_fraction: float = Field(0.05, ge=0, le=1, description="Of the rate, at the last step.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Bound on the gradient norm.")
     max_tokens: int = Field(512, ge=8, description="Longer demonstrations are left out and counted.")
 
 
 class CountdownData(Section):
     """Reach a target from given numbers, each used once; puzzles are made on the spot."""
 
-    problem: Literal["countdown"] = "countdown"
+    problem: Literal["countdown"] = Field("countdown", description="Name of the problem.")
     numbers: int = Field(3, ge=2, le=6, description="How many numbers a puzzle has.")
-    max_number: int = Field(33, ge=2, le=999)
+    max_number: int = Field(33, ge=2, le=999, description="Numbers are 1..max_number.")
     max_target: int = Field(99, ge=1, le=9999, description="Targets are 0..max_target.")
     operators: str = Field("+-", description="Of + - * /")
-    train_prompts: int = Field(16_000, ge=1, le=10_000_000)
-    heldout_prompts: int = Field(1024, ge=1, le=10_000_000)
+    train_prompts: int = Field(16_000, ge=1, le=10_000_000, description="Puzzles to train on.")
+    heldout_prompts: int = Field(
+        1024, ge=1, le=10_000_000, description="Puzzles to evaluate on, none of them in training."
+    )
     persistence: float = Field(0.2, ge=0, le=1, description="Fraction of demonstrations that go on until a try passes.")
 
     @model_validator(mode="after")
@@ -133,19 +127,21 @@ class CountdownData(Section):
 class ExpressionsData(Section):
     """The value of a short arithmetic expression in which precedence matters."""
 
-    problem: Literal["expressions"] = "expressions"
-    operands: int = Field(4, ge=3, le=6)
-    max_operand: int = Field(9, ge=2, le=99)
-    max_value: int = Field(99, ge=1, le=9999)
-    train_prompts: int = Field(16_000, ge=1, le=10_000_000)
-    heldout_prompts: int = Field(1024, ge=1, le=10_000_000)
+    problem: Literal["expressions"] = Field("expressions", description="Name of the problem.")
+    operands: int = Field(4, ge=3, le=6, description="Operands of an expression.")
+    max_operand: int = Field(9, ge=2, le=99, description="Operands are 1..max_operand.")
+    max_value: int = Field(99, ge=1, le=9999, description="Values are 0..max_value, in either reading.")
+    train_prompts: int = Field(16_000, ge=1, le=10_000_000, description="Expressions to train on.")
+    heldout_prompts: int = Field(
+        1024, ge=1, le=10_000_000, description="Expressions to evaluate on, none of them in training."
+    )
     precedence: float = Field(0.3, ge=0, le=1, description="Fraction of demonstrations that respect precedence.")
 
 
 class Gsm8kData(Section):
     """Grade-school word problems: jsonl files with `question` and `answer`."""
 
-    problem: Literal["gsm8k"] = "gsm8k"
+    problem: Literal["gsm8k"] = Field("gsm8k", description="Name of the problem.")
     path: str = Field(min_length=1, description="Training jsonl.")
     heldout_path: str | None = Field(
         None, description="Held-out jsonl; null takes test.jsonl beside `path` if it is there, else the last rows."
@@ -184,9 +180,9 @@ class RolloutConfig(Section):
     prompts: int = Field(16, ge=1, description="Prompts an iteration.")
     samples: int = Field(8, ge=1, description="Responses a prompt: the group size.")
     shards: int = Field(1, ge=1, description="Rollout and reward tasks an iteration.")
-    temperature: float = Field(1.0, gt=0, le=10)
-    max_prompt_tokens: int = Field(64, ge=1)
-    max_new_tokens: int = Field(96, ge=1)
+    temperature: float = Field(1.0, gt=0, le=10, description="Of sampling; all log-probs are of logits divided by it.")
+    max_prompt_tokens: int = Field(64, ge=1, description="A longer prompt is refused before the run.")
+    max_new_tokens: int = Field(96, ge=1, description="A response is cut there.")
     max_batch_rows: int = Field(1024, ge=1, description="Rows the local engine decodes at a time.")
 
     @model_validator(mode="after")
@@ -206,23 +202,23 @@ class ParityConfig(Section):
 class KlConfig(Section):
     """KL penalty against the reference policy (the policy that the run started from), in the loss."""
 
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Of the penalty, per token.")
     coef: float = Field(0.0, ge=0, description="0 switches the penalty and the ref_logprobs stage off.")
 
 
 class AlgorithmConfig(Section):
     """The mathematics: names refer to the registries in grpo_lib.algorithms."""
 
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    loss: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="Advantage estimator.")
+    loss: Literal["ppo_clip"] = Field("ppo_clip", description="Policy loss.")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below 1 - clip_low.")
     clip_high: float = Field(0.2, gt=0, le=10, description="Above clip_low: clip-higher.")
     dual_clip: float | None = Field(3.0, gt=1, description="Bound on -ratio*advantage where A < 0; null: off.")
     aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
-    ] = "token-mean"
+    ] = Field("token-mean", description="From token losses to one number.")
     kl: KlConfig = KlConfig()
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     old_logprobs: Literal["decoupled", "bypass"] = Field(
         "decoupled", description="decoupled: the trainer recomputes them; bypass: the engine's are taken."
     )
@@ -231,18 +227,20 @@ class AlgorithmConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its schedule, counted in optimizer steps."""
 
-    lr: float = Field(1e-6, gt=0, le=1)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0, le=1)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    lr: float = Field(1e-6, gt=0, le=1, description="Learning rate of AdamW.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment.")
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled; matrices only.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Of the learning rate, after the warm-up."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Steps in which the rate rises.")
     decay_steps: int | None = Field(
         None, ge=1, description="Steps until the schedule's end; null: all optimizer steps of the run."
     )
-    final_lr_fraction: float = Field(0.1, ge=0, le=1)
-    max_grad_norm: float = Field(1.0, gt=0)
+    final_lr_fraction: float = Field(0.1, ge=0, le=1, description="Of the rate, at the end of the schedule.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Bound on the gradient norm.")
 
 
 class TrainerConfig(Section):
@@ -261,10 +259,10 @@ class TrainerConfig(Section):
 class EvaluationConfig(Section):
     """Held-out accuracy: before training, every so many iterations, and at the end."""
 
-    every: int = Field(20, ge=1)
+    every: int = Field(20, ge=1, description="Iterations between evaluations.")
     prompts: int = Field(1024, ge=1, description="Held-out prompts, from the first.")
     samples: int = Field(2, ge=0, description="Sampled responses a prompt, at the rollout temperature; 0: greedy only.")
-    greedy: bool = True
+    greedy: bool = Field(True, description="Also one response of the most likely tokens.")
     pass_k: list[int] = Field([1, 2], description="The k of pass@k; at most `samples`.")
 
     @model_validator(mode="after")
@@ -289,7 +287,7 @@ class TrackingConfig(Section):
     uri: UrlWithoutSecrets | None = Field(
         None, description="Tracking URI; null: SQLite beside the store (or ./mlflow.db for S3)."
     )
-    experiment: str = Field("grpo", min_length=1)
+    experiment: str = Field("grpo", min_length=1, description="Name of the MLflow experiment.")
     rollout_samples: int = Field(8, ge=0, description="Rollouts an evaluation shown in MLflow's table.")
 
 
@@ -309,9 +307,9 @@ class RunConfig(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
         description="Name of the run; null: the problem and a digest of the configuration.",
     )
-    seed: int = Field(0, ge=0, lt=2**31)
-    iterations: int = Field(120, ge=1, le=999_999)
-    data: DataConfig
+    seed: int = Field(0, ge=0, lt=2**31, description="Every random number of the run comes from it.")
+    iterations: int = Field(120, ge=1, le=999_999, description="How many.")
+    data: DataConfig = Field(description="The problem: prompts and how to judge responses.")
     store: StoreConfig = StoreConfig()
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig | None = Field(None, description="Needed without model.path, and only then.")
@@ -400,166 +398,3 @@ class RunConfig(Section):
     @property
     def needs_old_logprobs(self) -> bool:
         return self.algorithm.old_logprobs == "decoupled"
-
-
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Reads a YAML file, applies ``key.sub=value`` overrides and validates.
-
-    Raises:
-        ConfigError: naming file, key, value, bound and remedy.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"can't read the configuration {path}: {error.strerror}; name a YAML file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the configuration {path} is not UTF-8 text ({error}); name a YAML file") from error
-    try:
-        values = yaml.load(text, _UniqueKeys)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from error
-    if not isinstance(values, dict):
-        found = "nothing" if values is None else type(values).__name__
-        raise ConfigError(f"{path} must hold a mapping of settings at its top, found {found}")
-    return make_config(values, overrides, origin=str(path))
-
-
-def make_config(
-    values: dict[str, Any], overrides: list[str] | tuple[str, ...] = (), origin: str = "config"
-) -> RunConfig:
-    """Validates a mapping after applying ``key.sub=value`` overrides (values are read as YAML)."""
-    try:
-        values = json.loads(json.dumps(values, default=str))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{origin}: this is not a tree of plain values ({error})") from None
-    for override in overrides:
-        _apply(values, override)
-    try:
-        return RunConfig.model_validate(values)
-    except ValidationError as error:
-        raise _config_error(origin, error) from None
-
-
-def make_store_config(uri: str, endpoint_url: str | None = None) -> StoreConfig:
-    """The store that options of the command line name.
-
-    Raises:
-        ConfigError: naming the option's value and the remedy.
-    """
-    try:
-        return StoreConfig(uri=uri, endpoint_url=endpoint_url)
-    except ValidationError as error:
-        raise _config_error("store", error) from None
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key that is given twice is an error; PyYAML would take the last one silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        for place, key in enumerate(keys):
-            if key in keys[:place]:
-                raise ConstructorError(None, None, f"{key!r} is given twice; join the two", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    steps = key.strip().split(".")
-    if not equals or not all(steps):
-        raise ConfigError(f"override {_redacted(override)!r} is not of the form key=value, e.g. rollout.samples=16")
-    try:
-        value = yaml.load(text, _UniqueKeys)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        shown = _redacted(override)
-        raise ConfigError(f"override {shown!r}: the value is not valid YAML: {_one_line(error)}") from None
-    if isinstance(value, str) and _EXPONENTIAL.fullmatch(value):
-        value = float(value)  # YAML reads 1e-6 as a string
-    *parents, last = steps
-    place = values
-    for parent in parents:
-        if place.get(parent) is None:
-            place[parent] = {}
-        place = place[parent]
-        if not isinstance(place, dict):
-            raise ConfigError(f"override {_redacted(override)!r}: {parent!r} is a value, not a section")
-    place[last] = value
-
-
-_EXPONENTIAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@|(?<=password=)[^&\s]*")
-
-
-def _redacted(text: str) -> str:
-    """The text without what may be credentials in a URL.
-
-    >>> _redacted("tracking=http://me:secret@host")
-    'tracking=http://host'
-    """
-    return _CREDENTIALS.sub("", text)
-
-
-def _one_line(error: Exception) -> str:
-    return _redacted(" ".join(str(error).split()))
-
-
-def _config_error(origin: str, error: ValidationError) -> ConfigError:
-    return ConfigError(f"{origin}: " + "; ".join(_describe(problem) for problem in error.errors()))
-
-
-def _describe(problem: Any) -> str:
-    variants = {"countdown", "expressions", "gsm8k"}
-    place = ".".join(str(part) for part in problem["loc"] if part not in variants)
-    message = problem["msg"].removeprefix("Value error, ")
-    kind = problem["type"]
-    if kind == "extra_forbidden":
-        return f"{place}: no such setting{_nearest(place)}"
-    if kind == "missing":
-        return f"{place}: must be given"
-    if kind == "union_tag_not_found":
-        return f"{place}.problem: must be given, one of {_problem_names()}"
-    if kind == "union_tag_invalid":
-        return f"{place}.problem={problem['ctx']['tag']!r}: no such problem; use one of {_problem_names()}"
-    if kind in ("model_type", "model_attributes_type"):
-        return f"{place} is a section with settings of its own, found {_shown(problem['input'])}"
-    if kind == "value_error":
-        return f"{place}: {message}" if place else message
-    if kind == "string_pattern_mismatch":
-        message = f"must match {problem['ctx']['pattern']}"
-    if kind == "string_type":
-        message += "; put it into quotes"
-    return f"{place}={_shown(problem['input'])}: {message}"
-
-
-def _shown(value: Any) -> str:
-    text = _redacted(repr(value))
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def _problem_names() -> str:
-    """The values of ``data.problem``."""
-    return ", ".join(each.model_fields["problem"].default for each in (CountdownData, ExpressionsData, Gsm8kData))
-
-
-def _nearest(place: str) -> str:
-    """A hint at settings with a similar name: those of the same section, else those of others."""
-    section, _, name = place.rpartition(".")
-    known: dict[str, list[str]] = {}
-    for path in _setting_paths(RunConfig):
-        known.setdefault(path.rpartition(".")[2], []).append(path)
-    here = [each for each, paths in known.items() if any(path.rpartition(".")[0] == section for path in paths)]
-    close = [f"{section}.{each}".lstrip(".") for each in get_close_matches(name, here, n=2)]
-    close = close or [path for each in get_close_matches(name, known, n=2) for path in known[each]]
-    return f"; did you mean {' or '.join(dict.fromkeys(close))}?" if close else ""
-
-
-def _setting_paths(section: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all settings below a section; it may be a union of sections."""
-    if isinstance(section, type) and issubclass(section, Section):
-        for name, field in section.model_fields.items():
-            yield prefix + name
-            yield from _setting_paths(field.annotation, f"{prefix}{name}.")
-    else:
-        for variant in get_args(section):
-            yield from _setting_paths(variant, prefix)

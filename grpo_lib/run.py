@@ -4,7 +4,8 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from grpo_lib.config import RunConfig, StoreConfig, make_config
+from grpo_lib.config import RunConfig, StoreConfig
+from grpo_lib.config_files import make_config
 from grpo_lib.errors import ConfigError, CorruptError, NotFoundError
 from grpo_lib.storage.objects import ObjectStore, open_store
 from grpo_lib.storage.paths import run_file

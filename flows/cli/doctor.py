@@ -9,7 +9,8 @@ from importlib import metadata
 
 import typer
 
-from grpo_lib.config import StoreConfig, make_store_config
+from grpo_lib.config import StoreConfig
+from grpo_lib.config_files import make_store_config
 from grpo_lib.errors import ConfigError, GrpoError
 
 PACKAGES = ("prefect", "torch", "transformers", "pyarrow", "mlflow", "boto3", "fastapi")

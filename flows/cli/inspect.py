@@ -18,7 +18,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Summary of a run: its stages, seconds, what was computed or taken from other runs, and accuracy."""
-    from grpo_lib.config import make_store_config
+    from grpo_lib.config_files import make_store_config
     from grpo_lib.run import load_run, run_names
     from grpo_lib.storage.objects import open_store
 
@@ -128,7 +128,7 @@ def rollouts(
     Columns: rollout_id, prompt, text, reference, data_source, value, correct, reason, advantage, tokens, surprise,
     finish_reason, policy_version.
     """
-    from grpo_lib.config import make_store_config
+    from grpo_lib.config_files import make_store_config
     from grpo_lib.data.queries import select_rollouts
     from grpo_lib.run import load_run
 

@@ -36,7 +36,7 @@ def start_prefect() -> Callable[[], None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}/api"
-    log = tempfile.TemporaryFile()
+    log = tempfile.TemporaryFile()  # noqa: SIM115  open for as long as the server runs
     server = _start(address, log.fileno())
     atexit.register(_stop, server)
     os.environ["PREFECT_API_URL"] = address

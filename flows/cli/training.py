@@ -35,7 +35,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, no
 
 def run(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
     """Train. Settings are checked before anything is loaded; a run that was interrupted goes on."""
-    from grpo_lib.config import load_config
+    from grpo_lib.config_files import load_config
 
     _train(load_config(config, overrides or []), as_json)
 
@@ -74,7 +74,7 @@ def evaluate(
 
 def warm_start(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
     """Make the small model and fine-tune it on demonstrations; `run` then finds it done."""
-    from grpo_lib.config import load_config
+    from grpo_lib.config_files import load_config
     from grpo_lib.errors import ConfigError
 
     settings = load_config(config, overrides or [])
@@ -91,7 +91,7 @@ def warm_start(config: Config, overrides: Overrides = None, as_json: Json = Fals
 
 
 def _load_run(name: str, overrides: list[str] | None, store: str, endpoint_url: str | None) -> "Run":
-    from grpo_lib.config import make_store_config
+    from grpo_lib.config_files import make_store_config
     from grpo_lib.run import load_run
 
     return load_run(make_store_config(store, endpoint_url), name, overrides or [])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from grpo_lib.config import CountdownData, SmallModelConfig, StoreConfig, make_config
+from grpo_lib.config import CountdownData, SmallModelConfig, StoreConfig
+from grpo_lib.config_files import make_config
 from grpo_lib.generation.base import Sampling
 from grpo_lib.generation.local import LocalEngine
 from grpo_lib.models import make_small_model, make_tokenizer

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lib.config import RunConfig, make_config
+from grpo_lib.config import RunConfig
+from grpo_lib.config_files import make_config
 from tests.flows.tiny import TINY, use_easy_reward
 
 

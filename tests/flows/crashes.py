@@ -21,7 +21,8 @@ import mlflow  # noqa: F401
 
 import tasks.reward
 from flows.train import train
-from grpo_lib.config import RunConfig, make_config
+from grpo_lib.config import RunConfig
+from grpo_lib.config_files import make_config
 from grpo_lib.run import Run
 from grpo_lib.storage.attempts import Attempt
 from grpo_lib.storage.objects import open_store

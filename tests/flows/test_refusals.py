@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from grpo_lib.config import make_config
+from grpo_lib.config_files import make_config
 from grpo_lib.data.schemas import PROMPTS, ROLLOUTS
 from grpo_lib.run import open_run
 from grpo_lib.storage.stages import StageSpec

@@ -8,7 +8,8 @@ import boto3
 import pyarrow as pa
 import pytest
 
-from grpo_lib.config import RunConfig, make_config
+from grpo_lib.config import RunConfig
+from grpo_lib.config_files import make_config
 from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.objects import ObjectStore
 from grpo_lib.storage.s3 import S3Store

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from grpo_lib.config import RunConfig, make_config
+from grpo_lib.config import RunConfig
+from grpo_lib.config_files import make_config
 from grpo_lib.storage.stages import ArtifactRef, ConfigView, StageSpec, config_slice, stage_key
 
 SPEC = StageSpec(name="reward", version=1, reads=("reward", "rollout.samples", "decay_steps", "algorithm.kl"))

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from grpo_lib.config import RunConfig, make_config
+from grpo_lib.config import RunConfig
+from grpo_lib.config_files import make_config
 from grpo_lib.data.ragged import Ragged
 from grpo_lib.data.schemas import FLOATS, MASK, TOKENS, UPDATES
 from grpo_lib.errors import DataError

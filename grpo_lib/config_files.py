@@ -1,0 +1,178 @@
+"""Configurations from YAML files and ``key=value`` overrides, with messages that name value, bound and remedy."""
+
+import json
+import re
+from collections.abc import Hashable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+from yaml.constructor import ConstructorError
+
+from grpo_lib.config import CountdownData, ExpressionsData, Gsm8kData, RunConfig, Section, StoreConfig
+from grpo_lib.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Reads a YAML file, applies ``key.sub=value`` overrides and validates.
+
+    Raises:
+        ConfigError: naming file, key, value, bound and remedy.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"can't read the configuration {path}: {error.strerror}; name a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the configuration {path} is not UTF-8 text ({error}); name a YAML file") from error
+    try:
+        values = yaml.load(text, _UniqueKeys)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else type(values).__name__
+        raise ConfigError(f"{path} must hold a mapping of settings at its top, found {found}")
+    return make_config(values, overrides, origin=str(path))
+
+
+def make_config(
+    values: dict[str, Any], overrides: list[str] | tuple[str, ...] = (), origin: str = "config"
+) -> RunConfig:
+    """Validates a mapping after applying ``key.sub=value`` overrides (values are read as YAML)."""
+    try:
+        values = json.loads(json.dumps(values, default=str))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{origin}: this is not a tree of plain values ({error})") from None
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise _config_error(origin, error) from None
+
+
+def make_store_config(uri: str, endpoint_url: str | None = None) -> StoreConfig:
+    """The store that options of the command line name.
+
+    Raises:
+        ConfigError: naming the option's value and the remedy.
+    """
+    try:
+        return StoreConfig(uri=uri, endpoint_url=endpoint_url)
+    except ValidationError as error:
+        raise _config_error("store", error) from None
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that is given twice is an error; PyYAML would take the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                raise ConstructorError(None, None, f"{key!r} is given twice; join the two", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    steps = key.strip().split(".")
+    if not equals or not all(steps):
+        raise ConfigError(f"override {_redacted(override)!r} is not of the form key=value, e.g. rollout.samples=16")
+    try:
+        value = yaml.load(text, _UniqueKeys)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        shown = _redacted(override)
+        raise ConfigError(f"override {shown!r}: the value is not valid YAML: {_one_line(error)}") from None
+    if isinstance(value, str) and _EXPONENTIAL.fullmatch(value):
+        value = float(value)  # YAML reads 1e-6 as a string
+    *parents, last = steps
+    place = values
+    for parent in parents:
+        if place.get(parent) is None:
+            place[parent] = {}
+        place = place[parent]
+        if not isinstance(place, dict):
+            raise ConfigError(f"override {_redacted(override)!r}: {parent!r} is a value, not a section")
+    place[last] = value
+
+
+_EXPONENTIAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@|(?<=password=)[^&\s]*")
+
+
+def _redacted(text: str) -> str:
+    """The text without what may be credentials in a URL.
+
+    >>> _redacted("tracking=http://me:secret@host")
+    'tracking=http://host'
+    """
+    return _CREDENTIALS.sub("", text)
+
+
+def _one_line(error: Exception) -> str:
+    return _redacted(" ".join(str(error).split()))
+
+
+def _config_error(origin: str, error: ValidationError) -> ConfigError:
+    return ConfigError(f"{origin}: " + "; ".join(_describe(problem) for problem in error.errors()))
+
+
+def _describe(problem: Any) -> str:
+    variants = {"countdown", "expressions", "gsm8k"}
+    place = ".".join(str(part) for part in problem["loc"] if part not in variants)
+    message = problem["msg"].removeprefix("Value error, ")
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        return f"{place}: no such setting{_nearest(place)}"
+    if kind == "missing":
+        return f"{place}: must be given"
+    if kind == "union_tag_not_found":
+        return f"{place}.problem: must be given, one of {_problem_names()}"
+    if kind == "union_tag_invalid":
+        return f"{place}.problem={problem['ctx']['tag']!r}: no such problem; use one of {_problem_names()}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{place} is a section with settings of its own, found {_shown(problem['input'])}"
+    if kind == "value_error":
+        return f"{place}: {message}" if place else message
+    if kind == "string_pattern_mismatch":
+        message = f"must match {problem['ctx']['pattern']}"
+    if kind == "string_type":
+        message += "; put it into quotes"
+    return f"{place}={_shown(problem['input'])}: {message}"
+
+
+def _shown(value: Any) -> str:
+    text = _redacted(repr(value))
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _problem_names() -> str:
+    """The values of ``data.problem``."""
+    return ", ".join(each.model_fields["problem"].default for each in (CountdownData, ExpressionsData, Gsm8kData))
+
+
+def _nearest(place: str) -> str:
+    """A hint at settings with a similar name: those of the same section, else those of others."""
+    section, _, name = place.rpartition(".")
+    known: dict[str, list[str]] = {}
+    for path in _setting_paths(RunConfig):
+        known.setdefault(path.rpartition(".")[2], []).append(path)
+    here = [each for each, paths in known.items() if any(path.rpartition(".")[0] == section for path in paths)]
+    close = [f"{section}.{each}".lstrip(".") for each in get_close_matches(name, here, n=2)]
+    close = close or [path for each in get_close_matches(name, known, n=2) for path in known[each]]
+    return f"; did you mean {' or '.join(dict.fromkeys(close))}?" if close else ""
+
+
+def _setting_paths(section: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all settings below a section; it may be a union of sections."""
+    if isinstance(section, type) and issubclass(section, Section):
+        for name, field in section.model_fields.items():
+            yield prefix + name
+            yield from _setting_paths(field.annotation, f"{prefix}{name}.")
+    else:
+        for variant in get_args(section):
+            yield from _setting_paths(variant, prefix)

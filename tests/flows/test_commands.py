@@ -1,0 +1,122 @@
+"""The commands as people type them, with the embedded Prefect server: run, kill -9, resume, look."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from flows.cli.main import app
+from tests.flows.tiny import TINY
+
+pytestmark = pytest.mark.xdist_group("commands")
+GRPO = [sys.executable, "-m", "flows.cli.main"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("commands")
+    config = TINY | {"iterations": 30, "store": {"uri": str(folder / "store")}, "checkpoint": {"every": 7}}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def resumed(place: Path) -> dict[str, object]:
+    """A run that was killed half-way and resumed, by the real command."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment["PREFECT_HOME"] = str(place / "prefect")
+    log = (place / "run.log").open("wb")
+    run = subprocess.Popen([*GRPO, "run", str(place / "tiny.yaml")], env=environment, stdout=log, stderr=log)
+    reached = place / "store" / "runs" / "tiny" / "iterations" / "000010" / "reward"
+    deadline = time.monotonic() + 200
+    while not reached.exists() and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    servers = children(run.pid)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    assert reached.exists(), (place / "run.log").read_text()[-3000:]
+    done = subprocess.run(
+        [*GRPO, "resume", "tiny", "--store", str(place / "store"), "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout) | {"servers": servers}
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(line) for line in found.stdout.split()]
+
+
+def grpo(place: Path, *words: str) -> str:
+    result = CliRunner().invoke(app, [*words, "--store", str(place / "store")])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_killed_run_is_resumed_to_its_end(resumed: dict[str, object], place: Path) -> None:
+    assert resumed["iterations"] == 30
+    shown = json.loads(grpo(place, "show", "tiny", "--json"))
+    assert shown["iterations_done"] == 30
+    counts = {each["stage"]: each["artifacts"] for each in shown["stages"]}
+    assert counts["rollout"] == counts["reward"] == 60 and counts["update"] == 30
+
+
+def test_the_embedded_prefect_server_ends_with_a_killed_run(resumed: dict[str, object]) -> None:
+    servers = resumed["servers"]
+    assert isinstance(servers, list) and servers, "the run had a server"
+    alive = [pid for pid in servers if Path(f"/proc/{pid}").exists()]
+    assert alive == []
+
+
+@pytest.mark.usefixtures("resumed")
+def test_show_lists_runs_stages_and_an_iteration(place: Path) -> None:
+    assert grpo(place, "show").split() == ["tiny"]
+    assert "outside stage bodies" in grpo(place, "show", "tiny")
+    stages = json.loads(grpo(place, "show", "tiny", "-k", "3", "--json"))
+    assert {each["stage"] for each in stages} >= {"prompts", "rollout", "reward", "advantage", "update"}
+    assert all(Path(each["folder"]).is_dir() for each in stages)
+
+
+@pytest.mark.usefixtures("resumed")
+def test_rollouts_are_found_by_sql(place: Path) -> None:
+    everything = json.loads(grpo(place, "rollouts", "tiny", "-k", "7", "--limit", "100", "--json"))
+    assert len(everything) == 8
+    assert all(each["value"] is not None and each["advantage"] is not None for each in everything)
+    long = json.loads(
+        grpo(place, "rollouts", "tiny", "-k", "7", "--where", "tokens = 12 and finish_reason = 'length'", "--json")
+    )
+    assert 0 < len(long) and {each["tokens"] for each in long} == {12}
+    assert "reward" in grpo(place, "rollouts", "tiny", "-k", "7")
+
+
+def test_evaluate_with_other_settings_judges_the_same_policy(resumed: dict[str, object], place: Path) -> None:
+    environment = os.environ | {"PREFECT_HOME": str(place / "prefect")}
+    command = [*GRPO, "evaluate", "tiny", "evaluation.samples=3", "evaluation.pass_k=[1,3]", "-k", "16", "--json"]
+    done = subprocess.run(
+        [*command, "--store", str(place / "store")], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads(done.stdout)
+    assert summary["policy_version"] == 16
+    assert {"pass_at_1", "pass_at_3", "greedy_accuracy", "sampled_accuracy_se"} <= summary.keys()
+
+
+def test_doctor_finds_this_machine_in_order_and_says_what_is_wrong(place: Path) -> None:
+    found = {each["check"]: each for each in json.loads(grpo(place, "doctor", "--json"))}
+    assert all(each["ok"] for each in found.values())
+    assert "creates an object only once" in found["store"]["found"]
+    (place / "file").write_text("")
+    result = CliRunner().invoke(app, ["doctor", "--store", str(place / "file" / "below"), "--json"])
+    assert result.exit_code == 1
+    assert [each["check"] for each in json.loads(result.output) if not each["ok"]] == ["store", "mlflow"]
