@@ -91,7 +91,7 @@ class ModelConfig(Section):
 class WarmStartConfig(Section):
     """Supervised fine-tuning on demonstrations, from random weights, before RL."""
 
-    steps: int = Field(1350, ge=1, description="Optimizer steps.")
+    steps: int = Field(1100, ge=1, description="Optimizer steps.")
     batch_size: int = Field(32, ge=1, description="Demonstrations a step.")
     demonstrations: int = Field(20_000, ge=1, description="At most so many training prompts get a demonstration.")
     muon_lr: float = Field(0.02, gt=0, description="Muon, for all matrices but the embedding.")
