@@ -30,7 +30,7 @@ demo-seeds: $(READY)
 	$(BIN)/python tests/benchmarks/demo_seeds.py
 
 test: $(READY)
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check .

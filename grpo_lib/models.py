@@ -3,6 +3,7 @@
 Pretrained weights are read from safetensors only, and code that comes with a model is never run.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from grpo_lib.types import Problem
 hf_logging.disable_progress_bar()  # progress is shown by stage
 PAD, EOS = "<pad>", "<eos>"
 Loaded = TypeVar("Loaded")
+_LOADING = threading.Lock()
+"""Transformers switches process-wide defaults while it loads: two threads at once get broken models."""
 
 
 def make_small_model(
@@ -138,7 +141,8 @@ def _load(what: str, path: str, read: Callable[[], Loaded]) -> Loaded:
     if place.is_dir() and not any((place / name).is_file() for name in needed.split(" or ")):
         raise ModelError(f"the folder {path!r} has no {needed}, so it holds no {what}: write it with save_pretrained")
     try:
-        return read()
+        with _LOADING:
+            return read()
     except Exception as error:  # Transformers, safetensors and the hub's client raise whatever they like
         origin = f"folder {path!r}" if place.is_dir() else f"hub name {path!r} (and there is no such folder)"
         reason = " ".join(str(error).split())[:300] or type(error).__name__

@@ -24,7 +24,6 @@ def check_surroundings(config: RunConfig) -> None:
     check_model(config)
     check_prompts(config)
     check_store(Run(config).objects)
-    check_continuation(config)
     check_tracking(tracking_uri(config))
     if config.placement.device not in ("auto", "cpu"):
         from grpo_lib.placement.devices import torch_device

@@ -80,7 +80,7 @@ def warm_start(config: Config, overrides: Overrides = None, as_json: Json = Fals
     settings = load_config(config, overrides or [])
     if settings.warm_start is None:
         raise ConfigError(f"{config} has no warm_start section: the run starts from model.path={settings.model.path!r}")
-    _check(settings)
+    _check_training(settings)
     result = _in_prefect("warm_start", settings, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(result))
@@ -106,7 +106,7 @@ def _check_version(run: "Run", version: int) -> None:
 
 
 def _train(config: "RunConfig", as_json: bool) -> None:
-    _check(config)
+    _check_training(config)
     result = _in_prefect("train", config, quiet=as_json)
     if as_json:
         typer.echo(result.model_dump_json())
@@ -122,6 +122,13 @@ def _check(config: "RunConfig") -> None:
 
     check_surroundings(config)
     check_prefect()
+
+
+def _check_training(config: "RunConfig") -> None:
+    from grpo_lib.preflight import check_continuation
+
+    _check(config)
+    check_continuation(config)
 
 
 def _in_prefect(module: str, *arguments: Any, quiet: bool) -> Any:

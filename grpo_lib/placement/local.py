@@ -55,9 +55,9 @@ class Workers:
         self._held: str | None = None
         self._engine_held: str | None = None
         self.device = torch_device(run.config.placement.device)
+        self._folder = self._model_folder()
 
-    @cached_property
-    def _folder(self) -> Path:
+    def _model_folder(self) -> Path:
         """Model and tokenizer files of the initial policy on this machine."""
         manifest = self._run.stages.manifest(self._initial)
         if manifest.stage == "pretrained":

@@ -56,7 +56,6 @@ def by_place(outcome: dict[str, Any]) -> dict[str, str]:
     return {path: digest for path, (_, digest) in outcome["after"].items()}
 
 
-@pytest.mark.xdist_group("crashes")
 def test_the_undisturbed_run_commits_every_stage(outcomes: dict[str, Any]) -> None:
     paths = outcomes["none"]["after"]
     assert outcomes["none"]["first_exit"] == 0
@@ -67,7 +66,6 @@ def test_the_undisturbed_run_commits_every_stage(outcomes: dict[str, Any]) -> No
     }  # fmt: skip
 
 
-@pytest.mark.xdist_group("crashes")
 @pytest.mark.parametrize("point", POINTS)
 def test_a_run_killed_here_and_resumed_ends_like_an_undisturbed_one(point: str, outcomes: dict[str, Any]) -> None:
     outcome, undisturbed = outcomes[point], outcomes["none"]
@@ -92,7 +90,6 @@ def test_a_run_killed_here_and_resumed_ends_like_an_undisturbed_one(point: str, 
     assert len(extra) <= max(in_flight, 2 if "logprobs" in point else 1), extra
 
 
-@pytest.mark.xdist_group("crashes")
 @pytest.mark.parametrize("point", ["none", *POINTS])
 def test_every_metric_point_is_in_mlflow_once(point: str, outcomes: dict[str, Any]) -> None:
     with sqlite3.connect(Path(outcomes[point]["store"]) / "mlflow.db") as database:

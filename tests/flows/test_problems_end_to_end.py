@@ -14,7 +14,6 @@ CONFIGS = Path(__file__).parents[2] / "deployments" / "configs"
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("learning")
 def test_a_language_model_learns_precedence_from_reward_alone(tmp_path: Path) -> None:
     """The `expressions` case, somewhat shortened: the warm start goes left to right in 70 % of its demonstrations."""
     from flows.train import train
@@ -28,7 +27,6 @@ def test_a_language_model_learns_precedence_from_reward_alone(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("gsm8k")
 @pytest.mark.skipif("GRPO_TEST_GSM8K" not in os.environ, reason="GRPO_TEST_GSM8K names no folder with GSM8K")
 def test_gsm8k_runs_end_to_end_on_the_real_data(tmp_path: Path) -> None:
     from flows.train import train

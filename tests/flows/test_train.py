@@ -19,7 +19,7 @@ from grpo_lib.run import Run
 from grpo_lib.storage.stages import Manifest
 from grpo_lib.tracking.metrics import is_described
 
-pytestmark = [pytest.mark.usefixtures("prefect_here"), pytest.mark.xdist_group("flows")]
+pytestmark = pytest.mark.usefixtures("prefect_here")
 Tiny = Callable[..., RunConfig]
 
 
