@@ -9,10 +9,11 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from grpo_lib.config import RunConfig, StoreConfig
@@ -20,6 +21,7 @@ from grpo_lib.errors import TrackingError
 from grpo_lib.run import Run
 
 SQLITE = b"SQLite format 3"  # how such a file begins
+SQLITE_URI = "sqlite:///"
 MAX_PARAM_LENGTH = 6000  # MLflow's limit
 
 
@@ -52,8 +54,8 @@ def check_tracking(uri: str, timeout: float = 5.0) -> None:
                 f"no MLflow server answers at {_public(uri)} ({reason}); start it with `mlflow server`, "
                 "or leave tracking.uri out to log into SQLite"
             ) from None
-    if uri.startswith("sqlite:///"):
-        path = Path(uri.removeprefix("sqlite:///"))
+    if uri.startswith(SQLITE_URI):
+        path = Path(uri.removeprefix(SQLITE_URI))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -79,26 +81,43 @@ def _public(uri: str) -> str:
     return uri.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2]) if "@" in parts.netloc else uri
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _as_tracking_error(method: Callable[P, T]) -> Callable[P, T]:
-    """MLflow's own exceptions as TrackingError."""
+def _mlflow_call(method: Method) -> Method:
+    """One call at a time (publications run side by side), and MLflow's own exceptions as TrackingError."""
 
     @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: "Tracker", *args: Any, **kwargs: Any) -> Any:
         from mlflow.exceptions import MlflowException
 
         try:
-            return method(*args, **kwargs)
+            with self._lock:
+                return method(self, *args, **kwargs)
         except (MlflowException, OSError) as error:
             raise TrackingError(
                 f"MLflow refused: {str(error)[:500]}. Training data is safe in the store; "
                 "`grpo resume` logs what is missing"
             ) from error
 
-    return call
+    return call  # type: ignore[return-value]
+
+
+def _make_database(path: Path) -> None:
+    """Makes MLflow's SQLite tables, all or none: a kill half-way through would leave a file that MLflow refuses."""
+    from mlflow import MlflowClient
+
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        MlflowClient(tracking_uri=f"sqlite:///{scratch}").search_experiments()
+        os.link(scratch, path)
+    except FileExistsError:
+        pass  # another process was faster
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 class Tracker:
@@ -111,6 +130,7 @@ class Tracker:
     def __init__(self, run: Run) -> None:
         self._config, self._name, self._place = run.config, run.name, run.place
         self.uri = tracking_uri(run.config)
+        self._lock = threading.RLock()
 
     @cached_property
     def _client(self) -> Any:
@@ -118,6 +138,8 @@ class Tracker:
 
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
+        if self.uri.startswith(SQLITE_URI):
+            _make_database(Path(self.uri.removeprefix(SQLITE_URI)))
         return MlflowClient(tracking_uri=self.uri)
 
     @cached_property
@@ -129,8 +151,8 @@ class Tracker:
         if found is not None:
             return found.experiment_id
         location = None
-        if self.uri.startswith("sqlite:///"):
-            folder = Path(self.uri.removeprefix("sqlite:///")).parent / "mlflow-artifacts"
+        if self.uri.startswith(SQLITE_URI):
+            folder = Path(self.uri.removeprefix(SQLITE_URI)).parent / "mlflow-artifacts"
             location = folder.resolve().as_uri()
         try:
             return self._client.create_experiment(name, artifact_location=location)
@@ -167,7 +189,7 @@ class Tracker:
         self._client.log_batch(run_id, params=[Param(key, value) for key, value in parameters.items()])
         return run_id
 
-    @_as_tracking_error
+    @_mlflow_call
     def log_points(self, points: Sequence[Mapping[str, Any]], model_id: str | None = None) -> None:
         """Metric points (name, value, iteration, timestamp_ms). The same point twice is stored once.
 
@@ -183,7 +205,7 @@ class Tracker:
         for start in range(0, len(metrics), 1000):  # MLflow's limit a call
             self._client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
 
-    @_as_tracking_error
+    @_mlflow_call
     def log_dataset(self, *, name: str, digest: str, uri: str, context: str) -> None:
         """A dataset input by digest; its data stays in the store. Logging it again changes nothing."""
         from mlflow.data.code_dataset_source import CodeDatasetSource
@@ -194,7 +216,7 @@ class Tracker:
         tags = [InputTag("mlflow.data.context", context)]
         self._client.log_inputs(self.run_id, [DatasetInput(dataset._to_mlflow_entity(), tags)])
 
-    @_as_tracking_error
+    @_mlflow_call
     def log_model(self, *, version: int, digest: str, uri: str) -> str:
         """One logged model for a checkpoint, found again when it is there; the weights stay in the store."""
         from mlflow.entities import LoggedModelOutput
@@ -216,17 +238,17 @@ class Tracker:
         self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step=version)])
         return model.model_id
 
-    @_as_tracking_error
+    @_mlflow_call
     def log_table(self, columns: Mapping[str, Sequence[Any]], file: str) -> None:
         """A table that MLflow shows; logging it again replaces it."""
         rows = list(zip(*columns.values(), strict=True))
         self._client.log_text(self.run_id, json.dumps({"columns": list(columns), "data": rows}), file)
 
-    @_as_tracking_error
+    @_mlflow_call
     def log_file(self, path: Path, folder: str) -> None:
         self._client.log_artifact(self.run_id, str(path), folder)
 
-    @_as_tracking_error
+    @_mlflow_call
     def finish(self, status: str) -> None:
         """``FINISHED``, ``FAILED`` or ``RUNNING``."""
         self._client.update_run(self.run_id, status=status)
