@@ -455,3 +455,18 @@ def test_a_row_longer_than_the_budget_is_an_error_that_names_the_setting(
 ) -> None:
     with pytest.raises(ConfigError, match=r"does not fit into trainer\.max_tokens=4"):
         make_trainer().update(make_batch(1), make_objective(), replace(BATCHING, max_tokens=4))
+
+
+def test_bfloat16_passes_keep_float32_weights_and_give_nearly_the_same_gradient(
+    make_trainer: MakeTrainer, make_batch: MakeBatch, make_model: Callable[..., Any]
+) -> None:
+    exact = make_trainer()
+    optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=1e6)
+    mixed = TorchTrainer(make_model(), optimizer, decay_steps=100, dtype=torch.bfloat16, max_tokens=10_000)
+    batch = make_batch()
+    for trainer in (exact, mixed):
+        trainer.update(batch, make_objective(), BATCHING)
+    assert {parameter.dtype for parameter in parameters(mixed).values()} == {torch.float32}
+    ours, theirs = (torch.cat([each.flatten() for each in gradients(t).values()]) for t in (mixed, exact))
+    assert not torch.equal(ours, theirs), "the passes really were in bfloat16"
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.98
