@@ -239,7 +239,7 @@ DATA = [
 
 PLACES = [
     case("a file as store", tiny("store.uri=$tiny"), "tiny.yaml", "store.uri"),
-    case("a store below a file", tiny("store.uri=$tiny/store"), "tiny.yaml/store", "set store.uri to another folder"),
+    case("a store below a file", tiny("store.uri=$tiny/store"), "tiny.yaml/store", "empty or new folder"),
     case("unknown scheme", tiny("store.uri=gs://bucket"), "store.uri='gs://bucket'", "s3://bucket/prefix"),
     case("no bucket", tiny("store.uri=s3://"), "names no bucket"),
     case("endpoint that is no URL", tiny("store.uri=s3://b", "store.endpoint_url=minio"), "endpoint_url='minio'"),

@@ -45,7 +45,8 @@ def stages(objects: ObjectStore) -> StageStore:
 
 @pytest.fixture
 def config() -> RunConfig:
-    return make_config({"data": {"problem": "countdown"}, "warm_start": {}})
+    scheduled = {"optimizer": {"schedule": "linear"}}
+    return make_config({"data": {"problem": "countdown"}, "warm_start": {}, "trainer": scheduled})
 
 
 @pytest.fixture

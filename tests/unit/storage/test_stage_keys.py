@@ -8,6 +8,11 @@ from grpo_lib.config import RunConfig
 from grpo_lib.config_files import make_config
 from grpo_lib.storage.stages import ArtifactRef, ConfigView, StageSpec, config_slice, stage_key
 
+SETTINGS = {
+    "data": {"problem": "countdown"},
+    "warm_start": {},
+    "trainer": {"optimizer": {"schedule": "linear"}},
+}
 SPEC = StageSpec(name="reward", version=1, reads=("reward", "rollout.samples", "decay_steps", "algorithm.kl"))
 
 
@@ -18,7 +23,7 @@ def ref(digest: str, **values: Any) -> ArtifactRef:
 
 
 def changed(*overrides: str) -> RunConfig:
-    return make_config({"data": {"problem": "countdown"}, "warm_start": {}}, overrides)
+    return make_config(SETTINGS, overrides)
 
 
 def test_a_key_is_a_sha256_and_always_the_same(config: RunConfig) -> None:
@@ -40,6 +45,11 @@ def test_a_key_is_a_sha256_and_always_the_same(config: RunConfig) -> None:
 )
 def test_a_key_changes_with_every_declared_setting_and_the_seed(config: RunConfig, override: str) -> None:
     assert stage_key(SPEC, changed(override), [], 7) != stage_key(SPEC, config, [], 7)
+
+
+def test_iterations_change_no_key_where_the_learning_rate_does_not_depend_on_them() -> None:
+    constant = "trainer.optimizer.schedule=constant"
+    assert stage_key(SPEC, changed(constant, "iterations=9"), [], 7) == stage_key(SPEC, changed(constant), [], 7)
 
 
 @pytest.mark.parametrize("override", ["rollout.temperature=0.5", "algorithm.clip_low=0.1", "name=other", "store.uri=x"])
@@ -115,3 +125,8 @@ def test_a_view_is_read_only(config: RunConfig) -> None:
     with pytest.raises(AttributeError, match="never changes"):
         ConfigView(config, SPEC).reward = None
     assert repr(ConfigView(config, SPEC).rollout).startswith("ConfigView('reward', 'rollout.'")
+
+
+def test_a_key_changes_with_what_lies_outside_the_store(config: RunConfig) -> None:
+    keys = {stage_key(SPEC, config, [], None, 0, external) for external in (None, {"data": "a"}, {"data": "b"})}
+    assert len(keys) == 3
