@@ -37,7 +37,7 @@ class RunReport(BaseModel):
 
 def report(run: Run) -> RunReport:
     """Draws the curves, closes the MLflow run and says where everything is."""
-    manifests = run.stages.manifests()
+    manifests = run.manifests()
     picture = f"{run_folder(run.name)}/curve.png"
     tracker = tracker_for(run)
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,6 @@ from typing import Any
 
 from prefect import Flow, State, flow
 from prefect.client.schemas.objects import FlowRun
-from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.report import RunReport, report
@@ -15,8 +14,9 @@ from grpo_lib.preflight import check_surroundings, data_digests, model_digests
 from grpo_lib.progress import progress
 from grpo_lib.run import Run, open_run
 from grpo_lib.storage.stages import ArtifactRef
-from grpo_lib.tracking.mlflow import tracker_for
+from grpo_lib.tracking.mlflow import tracker_for, tracking_uri
 from tasks.advantage import advantage
+from tasks.base import StageFuture
 from tasks.dataset import dataset
 from tasks.evaluate import evaluate
 from tasks.logprobs import old_logprobs, ref_logprobs
@@ -27,7 +27,7 @@ from tasks.reward import reward
 from tasks.rollout import rollout
 from tasks.update import checkpoint, update
 
-Publications = list["PrefectFuture[ArtifactRef]"]
+Publications = list[StageFuture]
 
 
 def flow_run_name() -> str:
@@ -58,9 +58,9 @@ def train(config: RunConfig) -> RunReport:
     data = dataset(run, None, external=data_digests(config))
     open_run(config)
     initial = first_policy(run, data)
-    published = [publish.submit(run, None, [data, initial])]
+    published = [announce(run, None, [data, initial])]
     before = evaluate(run, 0, data, initial)
-    published.append(publish.submit(run, 0, [before]))
+    published.append(announce(run, 0, [before]))
     policy = initial
     for k in range(config.iterations):
         progress().stage_advanced("iteration", None, k, config.iterations, 0)
@@ -72,7 +72,7 @@ def train(config: RunConfig) -> RunReport:
         if last or done % config.evaluation.every == 0:
             due.append(evaluate(run, done, data, policy))
         if due:
-            published.append(publish.submit(run, done, due))
+            published.append(announce(run, done, due))
     progress().stage_advanced("iteration", None, config.iterations, config.iterations, 0)
     results(published)
     return report(run)
@@ -91,10 +91,12 @@ def iterate(
     """One iteration: policy k to policy k+1."""
     config = run.config
     asked = prompts(run, k, data)
-    rollouts = [rollout(run, k, asked, policy, shard=shard) for shard in range(config.rollout.shards)]
+    rollouts, rewards = [], []
+    for shard in range(config.rollout.shards):  # a shard is judged while the next is generated
+        rollouts.append(rollout(run, k, asked, policy, shard=shard))
+        rewards.append(reward.submit(run, k, asked, rollouts[shard], shard=shard))
 
-    # Side by side: none of the three needs another.
-    rewards = [reward.submit(run, k, asked, made, shard=shard) for shard, made in enumerate(rollouts)]
+    # Side by side: neither needs the other.
     old = old_logprobs.submit(run, k, asked, rollouts, policy) if config.needs_old_logprobs else None
     ref = ref_logprobs.submit(run, k, asked, rollouts, initial) if config.needs_ref_logprobs else None
     scores = results(rewards)
@@ -104,8 +106,13 @@ def iterate(
     updated = update(run, k, policy, asked, rollouts, old_scores, ref_scores, advantages)
 
     stages = [asked, *rollouts, *scores, old_scores, ref_scores, advantages, updated]
-    published.append(publish.submit(run, k, [each for each in stages if each is not None]))
+    published.append(announce(run, k, [each for each in stages if each is not None]))
     return updated
+
+
+def announce(run: Run, iteration: int | None, stages: list[ArtifactRef]) -> StageFuture:
+    """Tells MLflow; to which MLflow is part of the key, so that a new one is told everything."""
+    return publish.submit(run, iteration, stages, external={"tracking": tracking_uri(run.config)})
 
 
 def results(futures: Publications) -> list[ArtifactRef]:

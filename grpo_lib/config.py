@@ -161,7 +161,7 @@ class RewardConfig(Section):
     correct: float = Field(1.0, description="Reward of a right answer.")
     format_only: float = Field(0.1, description="Reward of a wrong answer in the right format.")
     max_failed: float = Field(
-        0.05, ge=0, le=1, description="The run stops when a larger fraction of an iteration's rewards fails."
+        0.05, ge=0, le=1, description="The run stops when a larger fraction of a shard's rewards fails."
     )
 
     @model_validator(mode="after")
@@ -196,7 +196,11 @@ class ParityConfig(Section):
     """The gate between engine and trainer: both must give the same log-probs for the same tokens."""
 
     rows: int = Field(4, ge=1, description="Rows of each rollout shard that are checked.")
-    max_mean: float = Field(1e-3, gt=0, description="Mean absolute difference above which the run stops.")
+    max_mean: float | None = Field(
+        None,
+        gt=0,
+        description="Mean absolute difference above which the run stops; null: 1e-3 in float32, 0.05 in bfloat16.",
+    )
 
 
 class KlConfig(Section):
@@ -367,6 +371,13 @@ class RunConfig(Section):
                 f"rollout.prompts={rollout.prompts} is more than data.train_prompts={train_prompts}; lower it"
             )
         return self
+
+    @property
+    def parity_bound(self) -> float:
+        """Mean absolute difference of log-probs above which engine and trainer count as different."""
+        if self.parity.max_mean is not None:
+            return self.parity.max_mean
+        return 1e-3 if self.model.dtype == "float32" else 0.05
 
     @property
     def decay_steps(self) -> int | None:

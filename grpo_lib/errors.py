@@ -4,7 +4,7 @@ GrpoError                     exit code 2 from the command line, one message, no
 ├── ConfigError               a value in the configuration, or two that don't fit together
 ├── DataError                 prompts, references or demonstrations that can't be used
 ├── ModelError                a model, tokenizer or chat template that can't be used
-├── RewardError               a reward function that can't be used, or failed too often
+├── RewardError               a reward function that failed too often (exit code 1)
 ├── MissingPackageError       an engine or backend was asked for that is not installed
 ├── TrackingError             MLflow can't be reached or refuses
 ├── StoreError                the object store
@@ -40,6 +40,8 @@ class ModelError(GrpoError, ValueError):
 
 class RewardError(GrpoError, ValueError):
     """A reward function can't be used or failed too often."""
+
+    exit_code = 1
 
 
 class MissingPackageError(GrpoError, ImportError):

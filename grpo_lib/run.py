@@ -8,10 +8,11 @@ from grpo_lib.config import RunConfig, StoreConfig
 from grpo_lib.config_files import make_config
 from grpo_lib.errors import ConfigError, CorruptError, NotFoundError
 from grpo_lib.storage.objects import ObjectStore, open_store
-from grpo_lib.storage.paths import run_file
-from grpo_lib.storage.stages import StageStore
+from grpo_lib.storage.paths import continuation_file, run_file
+from grpo_lib.storage.stages import Manifest, StageStore, config_slice
 
-# May differ between a run and its continuation: nothing of this changes what the run computes.
+# May differ between a run and its continuation: nothing of this is in the key of a stage that trains. Threads and
+# device change results in the last bits, so that a replay of updates made with others is refused.
 CONTINUABLE = ("store.", "tracking.", "placement.", "checkpoint.", "evaluation.every", "name", "iterations")
 
 
@@ -31,6 +32,17 @@ class Run:
     @property
     def stages(self) -> StageStore:
         return _stages(self.config.store, self.name)
+
+    def manifests(self, iteration: int | None = None) -> list[Manifest]:
+        """What the run committed with its own settings: an `evaluate` with others stands beside it in the store."""
+        found = self.stages.manifests(iteration)
+        return [each for each in found if each.config == config_slice(self.config, each.config)]
+
+    @property
+    def store_option(self) -> str:
+        """How commands name the run's store."""
+        store = self.config.store
+        return f"--store {store.uri}" + (f" --endpoint-url {store.endpoint_url}" if store.endpoint_url else "")
 
     @property
     def place(self) -> str:
@@ -64,6 +76,7 @@ def open_run(config: RunConfig) -> Run:
             f"run {run.name!r} exists with other settings ({'; '.join(different)}); give this one another name, "
             "e.g. name=" + run.name + "-2 (what both share is reused)"
         )
+    run.objects.put_bytes(continuation_file(run.name), text.encode())
     return run
 
 
@@ -75,7 +88,10 @@ def load_run(store: StoreConfig, name: str, overrides: list[str] | tuple[str, ..
     """
     objects = _objects(store)
     values = stored_values(objects, name)
-    values |= {"name": name, "store": store.model_dump(mode="json")}
+    if objects.exists(continuation_file(name)):
+        values = _read_json(objects, continuation_file(name))
+    given = {key: value for key, value in store.model_dump(mode="json").items() if value is not None}
+    values |= {"name": name, "store": values["store"] | given}
     return Run(make_config(values, overrides, origin=f"run {name}"))
 
 
@@ -93,12 +109,19 @@ def stored_values(objects: ObjectStore, name: str) -> dict[str, Any]:
         known = run_names(objects)
         listing = f"it holds: {', '.join(known[-10:])}" if known else "it holds no run yet; start one with `grpo run`"
         raise NotFoundError(f"no run {name!r} in the store {objects.uri}; {listing}") from None
+    return _parse(objects, path, text)
+
+
+def _read_json(objects: ObjectStore, path: str) -> dict[str, Any]:
+    return _parse(objects, path, objects.get(path))
+
+
+def _parse(objects: ObjectStore, path: str, text: bytes) -> dict[str, Any]:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise CorruptError(
-            f"{objects.location(path)} is not JSON any more ({error}); restore it from a backup"
-        ) from None
+        place = objects.location(path)
+        raise CorruptError(f"{place} is not JSON any more ({error}); restore it from a backup") from None
 
 
 def _differences(before: RunConfig, after: RunConfig) -> list[str]:

@@ -94,6 +94,22 @@ class Stage:
         return self._attempt.commit(rows=rows, tokens=tokens, summary=summary, seconds=seconds)
 
 
+class StageFuture:
+    """The result to come of a stage that was submitted."""
+
+    def __init__(self, future: "PrefectFuture[ArtifactRef]", known: ArtifactRef | None) -> None:
+        self._future = future
+        self._known = known
+
+    def wait(self) -> None:
+        self._future.wait()
+
+    def result(self) -> ArtifactRef:
+        """Raises what the stage raised. What the store knew beforehand counts, not what Prefect remembers of it."""
+        made = self._future.result()
+        return self._known or made
+
+
 class StageTask:
     """A stage as the flow calls it."""
 
@@ -128,13 +144,16 @@ class StageTask:
         Args:
             external: digests of what the stage reads outside the store, such as data files; part of its key.
         """
-        chosen, arguments = self._prepare(run, iteration, inputs, shard, external)
-        return chosen(**arguments)
+        known, chosen, arguments = self._prepare(run, iteration, inputs, shard, external)
+        made = chosen(**arguments)
+        return known or made
 
-    def submit(self, run: Run, iteration: int | None, *inputs: Input, shard: int = 0) -> "PrefectFuture[ArtifactRef]":
+    def submit(
+        self, run: Run, iteration: int | None, *inputs: Input, shard: int = 0, external: Mapping[str, str] | None = None
+    ) -> "StageFuture":
         """Starts the stage on the flow's task runner."""
-        chosen, arguments = self._prepare(run, iteration, inputs, shard)
-        return chosen.submit(**arguments)
+        known, chosen, arguments = self._prepare(run, iteration, inputs, shard, external)
+        return StageFuture(chosen.submit(**arguments), known)
 
     def _prepare(
         self,
@@ -143,7 +162,7 @@ class StageTask:
         inputs: tuple[Input, ...],
         shard: int,
         external: Mapping[str, str] | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[ArtifactRef | None, Any, dict[str, Any]]:
         key = stage_key(self.spec, run.config, artifacts(inputs), iteration, shard, external)
         known = run.stages.find(self.spec, key, iteration, shard)
         if known is not None:
@@ -156,7 +175,7 @@ class StageTask:
             "key": key,
             "stage": self.spec.name,
         }
-        return (self._compute if known is None else self._reuse), arguments
+        return known, (self._compute if known is None else self._reuse), arguments
 
     def _run(self, run: Run, iteration: int | None, inputs: tuple[Input, ...], shard: int, key: str) -> ArtifactRef:
         ref = run.stages.find(self.spec, key, iteration, shard)

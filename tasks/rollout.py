@@ -18,7 +18,8 @@ ROLLOUT = StageSpec(
         "rollout.max_new_tokens",
         "rollout.max_batch_rows",
         "model.dtype",
-        "parity",
+        "parity.rows",
+        "parity_bound",
         "seed",
     ),
 )
@@ -51,7 +52,7 @@ def rollout(stage: Stage, prompts: ArtifactRef, policy: ArtifactRef) -> Artifact
                 rollouts,
                 engine=engine,
                 rows=stage.config.parity.rows,
-                max_mean=stage.config.parity.max_mean,
+                max_mean=stage.config.parity_bound,
                 temperature=settings.temperature,
             )
     tokens = len(rollouts.column("response_ids").combine_chunks().flatten())

@@ -126,7 +126,7 @@ def print_report(result: "RunReport", config: RunConfig) -> None:
     from grpo_lib.run import Run
     from grpo_lib.tracking.reports import telling_responses
 
-    store = config.store.uri
+    store = Run(config).store_option
     table = Table(title=f"{result.run}: held-out accuracy", title_justify="left")
     for name in ("", "before", f"after {result.iterations} iterations", "gain"):
         table.add_column(name, justify="left" if name == "" else "right")
@@ -138,7 +138,7 @@ def print_report(result: "RunReport", config: RunConfig) -> None:
             f"{100 * (each.after - each.before):+.1f} points",
         )
     console.print(table)
-    for label, response in telling_responses(Run(config).stages):
+    for label, response in telling_responses(Run(config)):
         print_response(label, response)
     if result.seconds_between_stages is not None:
         console.print(f"orchestration: {1000 * result.seconds_between_stages:.0f} ms an iteration outside stage bodies")
@@ -146,8 +146,8 @@ def print_report(result: "RunReport", config: RunConfig) -> None:
     console.print(f"data:     {result.store}")
     console.print("next:")
     for line in (
-        f"grpo show {result.run} --store {store}",
-        f"grpo rollouts {result.run} -k {result.iterations - 1} --where 'value < 1' --limit 3 --store {store}",
+        f"grpo show {result.run} {store}",
+        f"grpo rollouts {result.run} -k {result.iterations - 1} --where 'value < 1' --limit 3 {store}",
         f"mlflow ui --backend-store-uri {result.mlflow_uri}",
     ):
         console.print(f"  {line}", soft_wrap=True)

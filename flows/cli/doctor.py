@@ -100,7 +100,7 @@ def _store(config: StoreConfig) -> str:
 def _mlflow(config: StoreConfig) -> str:
     from grpo_lib.tracking.mlflow import check_tracking, default_uri
 
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or default_uri(config)
+    uri = default_uri(config)
     check_tracking(uri)
     return uri
 

@@ -39,7 +39,7 @@ def _show_run(run: Any, as_json: bool) -> None:
 
     from grpo_lib.tracking.reports import curve, seconds_between_stages, stage_totals
 
-    manifests = run.stages.manifests()
+    manifests = run.manifests()
     totals = stage_totals(manifests)
     updates, _ = curve(manifests, "update", "policy_version")
     curves = {mode: curve(manifests, "evaluate", f"{mode}_accuracy") for mode in ("sampled", "greedy")}

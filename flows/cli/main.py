@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="RL post-training of language models (GRPO and its family) as a durable, rerunnable workflow.\n\n"
     "Start with `grpo run deployments/configs/demo.yaml`; every stage of every iteration is kept.",
-    epilog="A wrong setting or missing file ends with code 2 before any training; a failed run with code 1.",
+    epilog="A wrong setting, missing file, damaged data or unreachable service ends with code 2; a failed run with 1.",
 )
 
 

@@ -142,9 +142,13 @@ class Workers:
                 self._engine_held = policy.key
             yield self._engine
 
+    def forget(self) -> None:
+        """Whatever the trainer holds is not what was committed; the next caller gets a restored one."""
+        with self._trainer_lock:
+            self._held = None
+
     def _check_loaded(self, weights: Mapping[str, Tensor], policy: ArtifactRef) -> None:
-        dtype = DTYPES[self._run.config.model.dtype]
-        expected = weights_digest({name: tensor.to(dtype) for name, tensor in weights.items()})
+        expected = weights_digest(weights, DTYPES[self._run.config.model.dtype])
         found = self._engine.digest()
         if found != expected:
             raise ParityError(
@@ -167,7 +171,7 @@ class Workers:
         if node.key != self._held:
             self._held = None
             if checkpoint is None:
-                trainer.restore(self._folder)
+                trainer.restore_weights(self._folder)
             else:
                 with tempfile.TemporaryDirectory(prefix="grpo-checkpoint-") as folder:
                     stages.download(checkpoint, Path(folder))

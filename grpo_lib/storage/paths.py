@@ -24,6 +24,11 @@ def run_file(run: str) -> str:
     return f"{run_folder(run)}/run.json"
 
 
+def continuation_file(run: str) -> str:
+    """The settings with which a run was last continued, where they differ from those of its description."""
+    return f"{run_folder(run)}/continued.json"
+
+
 def iteration_folder(run: str, iteration: int | None) -> str:
     """All stages of an iteration; None: those before the first."""
     place = "setup" if iteration is None else f"iterations/{iteration:06d}"

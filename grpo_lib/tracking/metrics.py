@@ -84,12 +84,12 @@ def is_described(name: str) -> bool:
 
 
 def metric_points(manifests: Sequence[Manifest]) -> pa.Table:
-    """The metrics of some artifacts; those of a stage's shards are averaged by rows, their seconds add up."""
+    """The metrics of some artifacts; those of a stage's shards are joined, their seconds add up."""
     points = []
     for stage in sorted({manifest.stage for manifest in manifests}):
         shards = [manifest for manifest in manifests if manifest.stage == stage]
         iteration, time = shards[0].iteration or 0, max(shard.created_ms for shard in shards)
-        values = {f"{stage}/{name}": value for name, value in _mean(shards).items()}
+        values = {f"{stage}/{name}": value for name, value in _of_shards(shards).items()}
         seconds = sum(shard.seconds for shard in shards)
         values[f"time/{stage}_seconds"] = seconds
         if stage == "rollout" and seconds > 0:
@@ -101,14 +101,24 @@ def metric_points(manifests: Sequence[Manifest]) -> pa.Table:
     return pa.Table.from_pylist(points, schema=METRICS)
 
 
-def _mean(shards: Sequence[Manifest]) -> dict[str, float]:
+def _of_shards(shards: Sequence[Manifest]) -> dict[str, float]:
     names = sorted({name for shard in shards for name, value in shard.summary.items() if _is_number(value)})
-    return {name: _weighted(name, shards) for name in names}
+    return {name: _joined(name, shards) for name in names}
 
 
-def _weighted(name: str, shards: Iterable[Manifest]) -> float:
-    values = [(float(shard.summary[name]), max(1, shard.rows)) for shard in shards if name in shard.summary]  # type: ignore[arg-type]
-    return sum(value * rows for value, rows in values) / sum(rows for _, rows in values)
+def _joined(name: str, shards: Iterable[Manifest]) -> float:
+    """Extremes stay extremes; means are weighted by the rows that they are of."""
+    values = [(float(str(shard.summary[name])), _weight(name, shard)) for shard in shards if name in shard.summary]
+    if name in ("min", "max") or name.endswith(("_min", "_max")):
+        return (max if name.endswith("max") else min)(value for value, _ in values)
+    rows = sum(weight for _, weight in values)
+    return sum(value * weight for value, weight in values) / rows if rows else values[0][0]
+
+
+def _weight(name: str, shard: Manifest) -> float:
+    failed = shard.summary.get("failed_fraction", 0.0)
+    scored = 1.0 if name == "failed_fraction" else 1.0 - float(str(failed))
+    return max(1, shard.rows) * scored
 
 
 def _is_number(value: object) -> bool:

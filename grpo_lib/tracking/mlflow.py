@@ -129,6 +129,7 @@ class Tracker:
 
     def __init__(self, run: Run) -> None:
         self._config, self._name, self._place = run.config, run.name, run.place
+        self._store_option = run.store_option
         self.uri = tracking_uri(run.config)
         self._lock = threading.RLock()
 
@@ -174,20 +175,26 @@ class Tracker:
             run_id = found[0].info.run_id
             if found[0].info.status != "RUNNING":  # it ended or failed, and goes on now
                 self._client.update_run(run_id, status="RUNNING")
+            if not found[0].data.params:  # killed between making the run and this
+                self._log_parameters(run_id)
             return run_id
-        from mlflow.entities import Param
 
         tags |= {
-            "grpo.resume": f"grpo resume {self._name} --store {self._config.store.uri}",
+            "grpo.resume": f"grpo resume {self._name} {self._store_option}",
             "grpo.host": socket.gethostname(),
             "mlflow.note.content": f"Data: `{self._place}`\n\nContinue: `grpo resume {self._name} "
-            f"--store {self._config.store.uri}`\n\nRollouts: `grpo rollouts {self._name} -k 0 "
-            f"--store {self._config.store.uri}`",
+            f"{self._store_option}`\n\nRollouts: `grpo rollouts {self._name} -k 0 "
+            f"{self._store_option}`",
         }
         run_id = self._client.create_run(self.experiment_id, tags=tags, run_name=self._name).info.run_id
+        self._log_parameters(run_id)
+        return run_id
+
+    def _log_parameters(self, run_id: str) -> None:
+        from mlflow.entities import Param
+
         parameters = flat_parameters(self._config.model_dump(mode="json"))
         self._client.log_batch(run_id, params=[Param(key, value) for key, value in parameters.items()])
-        return run_id
 
     @_mlflow_call
     def log_points(self, points: Sequence[Mapping[str, Any]], model_id: str | None = None) -> None:
@@ -219,23 +226,24 @@ class Tracker:
     @_mlflow_call
     def log_model(self, *, version: int, digest: str, uri: str) -> str:
         """One logged model for a checkpoint, found again when it is there; the weights stay in the store."""
-        from mlflow.entities import LoggedModelOutput
+        from mlflow.entities import LoggedModelOutput, LoggedModelStatus
 
         name = f"{self._name}-v{version}"
         query = f"name = '{name}' and tags.`grpo.policy_digest` = '{digest}'"
-        for known in self._client.search_logged_models([self.experiment_id], query):
-            if known.source_run_id == self.run_id:
-                return known.model_id
-        model = self._client.create_logged_model(
-            self.experiment_id,
-            name=name,
-            source_run_id=self.run_id,
-            tags={"grpo.checkpoint": uri, "grpo.policy_digest": digest},
-            params={"policy_version": str(version)},
-            model_type="policy",
-        )
-        self._client.finalize_logged_model(model.model_id, "READY")
-        self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step=version)])
+        found = self._client.search_logged_models([self.experiment_id], query)
+        model = next((each for each in found if each.source_run_id == self.run_id), None)
+        if model is None:
+            model = self._client.create_logged_model(
+                self.experiment_id,
+                name=name,
+                source_run_id=self.run_id,
+                tags={"grpo.checkpoint": uri, "grpo.policy_digest": digest},
+                params={"policy_version": str(version)},
+                model_type="policy",
+            )
+        if model.status != LoggedModelStatus.READY:  # new, or killed before this
+            self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step=version)])
+            self._client.finalize_logged_model(model.model_id, "READY")
         return model.model_id
 
     @_mlflow_call

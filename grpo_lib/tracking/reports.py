@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from grpo_lib.run import Run
 from grpo_lib.storage.manifests import latest
 from grpo_lib.storage.stages import ArtifactRef, Manifest, StageStore
 
@@ -92,12 +93,12 @@ def seconds_between_stages(manifests: Sequence[Manifest]) -> float | None:
     return median(idle) if len(idle) >= 2 else None
 
 
-def telling_responses(stages: StageStore) -> list[tuple[str, dict[str, Any]]]:
+def telling_responses(run: Run) -> list[tuple[str, dict[str, Any]]]:
     """A held-out prompt before and after training, and one that is answered wrongly after it."""
-    evaluations = latest(stages.manifests(), "evaluate")
+    evaluations = latest(run.manifests(), "evaluate")
     if len(evaluations) < 2:
         return []
-    first, last = (_responses(stages, each.to_ref(reused=True)) for each in (evaluations[0], evaluations[-1]))
+    first, last = (_responses(run.stages, each.to_ref(reused=True)) for each in (evaluations[0], evaluations[-1]))
     learned = next(
         (i for i, (a, b) in enumerate(zip(first, last, strict=True)) if b["correct"] and not a["correct"]), 0
     )

@@ -96,6 +96,10 @@ class Trainer(Protocol):
         """Writes weights (Hugging Face safetensors), optimizer and step into ``folder``."""
         ...
 
+    def restore_weights(self, folder: Path) -> None:
+        """Starts anew from a model folder, whatever else lies in it: fresh optimizer, step 0."""
+        ...
+
     def restore(self, folder: Path) -> None:
         """Reads what ``save`` wrote; exact."""
         ...

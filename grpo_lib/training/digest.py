@@ -9,8 +9,8 @@ from torch import Tensor
 HEAD = "lm_head.weight"
 
 
-def weights_digest(state: Mapping[str, Tensor]) -> str:
-    """sha256 over names, dtypes, shapes and bytes, in the order of names.
+def weights_digest(state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> str:
+    """sha256 over names, dtypes, shapes and bytes, in the order of names; of what they are in ``dtype`` if given.
 
     A head that shares its storage with the embedding is left out, so that it makes no difference whether tied
     weights are listed once or twice.
@@ -19,7 +19,7 @@ def weights_digest(state: Mapping[str, Tensor]) -> str:
     for name in sorted(state):
         if name == HEAD and _is_tied(state):
             continue
-        tensor = state[name].detach().cpu().contiguous()
+        tensor = state[name].detach().to("cpu", dtype).contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -182,23 +182,22 @@ class TorchTrainer:
         state = {"optimizer_step": self.optimizer_step, "optimizer": "AdamW", "digest": self.digest()}
         (folder / "trainer_state.json").write_text(json.dumps(state))
 
-    def restore(self, folder: Path) -> None:
-        loaded = load_model(str(folder), torch.float32, "cpu")
-        self.model.load_state_dict(loaded.state_dict())
+    def restore_weights(self, folder: Path) -> None:
+        self.model.load_state_dict(load_model(str(folder), torch.float32, "cpu").state_dict())
         self._optimizer = self._fresh_optimizer()
         self.optimizer_step = 0
-        if not (folder / "trainer_state.json").exists():
-            return  # an initial policy: no training happened yet
-        state = json.loads((folder / "trainer_state.json").read_text())
+
+    def restore(self, folder: Path) -> None:
+        self.restore_weights(folder)
         moments = load_file(folder / "optimizer.safetensors")
         for name, parameter in self._parameters.items():
             prefix = f"{name}/"
             self._optimizer.state[parameter] = {
-                key.removeprefix(prefix): value.to(parameter.device)  # the fused AdamW keeps its step there as well
+                key.removeprefix(prefix): value.to(parameter.device)
                 for key, value in moments.items()
                 if key.startswith(prefix)
             }
-        self.optimizer_step = state["optimizer_step"]
+        self.optimizer_step = json.loads((folder / "trainer_state.json").read_text())["optimizer_step"]
 
 
 @dataclass(frozen=True, kw_only=True)

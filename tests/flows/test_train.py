@@ -279,14 +279,62 @@ def test_one_logged_model_a_checkpoint_and_the_configuration_as_parameters(tiny:
     assert len(run.inputs.dataset_inputs) == 1
 
 
-def test_the_whole_flow_runs_on_s3(tiny: Tiny, s3_endpoint: str) -> None:
+def test_the_whole_flow_runs_on_s3(tiny: Tiny, s3_endpoint: str, tmp_path: Path) -> None:
     import boto3
 
     boto3.client("s3", endpoint_url=s3_endpoint).create_bucket(Bucket="training")
     config = tiny(
-        "iterations=1", "store.uri=s3://training/grpo", f"store.endpoint_url={s3_endpoint}", "store.region=us-east-1"
+        "iterations=1",
+        "store.uri=s3://training/grpo",
+        f"store.endpoint_url={s3_endpoint}",
+        "store.region=us-east-1",
+        f"tracking.uri=sqlite:///{tmp_path}/mlflow.db",
     )
     digests = [each.summary["policy_digest"] for each in of(train(config), "update")]
     fresh_process()
     local = [each.summary["policy_digest"] for each in of(train(tiny("iterations=1")), "update")]
     assert digests == local
+
+
+def test_bfloat16_rollouts_pass_the_parity_gate_and_train(tiny: Tiny) -> None:
+    manifests = train(tiny("model.dtype=bfloat16", "iterations=2"))
+    assert len({each.summary["policy_digest"] for each in of(manifests, "update")}) == 2
+    assert max(float(str(each.summary["parity_mean"])) for each in of(manifests, "rollout")) > 1e-4, "really bfloat16"
+
+
+def test_an_evaluation_with_other_settings_leaves_the_report_of_the_run_alone(tiny: Tiny) -> None:
+    from flows.evaluate import evaluate
+    from flows.report import report
+
+    config = tiny()
+    train(config)
+    before = report(Run(config)).accuracy
+    other = tiny("evaluation.samples=4", "evaluation.pass_k=[1,4]")
+    assert "pass_at_4" in evaluate(other, None)
+    assert report(Run(config)).accuracy == before
+
+
+def test_a_continued_run_remembers_what_it_was_continued_with(tiny: Tiny) -> None:
+    from grpo_lib.run import load_run
+
+    train(tiny("iterations=1"))
+    train(tiny("iterations=2"))
+    assert load_run(tiny().store, "tiny").config.iterations == 2
+
+
+def test_a_run_that_starts_from_a_checkpoint_folder_starts_with_a_fresh_optimizer(tiny: Tiny, tmp_path: Path) -> None:
+    from grpo_lib.placement.local import workers
+
+    saved = of(train(tiny()), "checkpoint")[-1]
+    Run(tiny()).stages.download(saved.to_ref(reused=True), tmp_path / "model")
+    settings = ("name=second", f"model.path={tmp_path / 'model'}", "warm_start=null", "checkpoint.every=9")
+    fresh_process()
+    second = train(tiny(*settings))
+    fresh_process()
+    run, first = Run(tiny(*settings)), of(second, "update", 0)[0].to_ref(reused=True)
+    pool = workers(run, first)
+    with pool.trainer_at(first):
+        pass
+    pool.forget()
+    with pool.trainer_at(first) as trainer:
+        assert trainer.optimizer_step == 1
