@@ -398,13 +398,20 @@ def test_a_restored_trainer_goes_on_bit_for_bit(
     assert resumed.optimizer_step == 12
 
 
-def test_an_initial_policy_without_training_state_starts_at_step_0(
-    make_trainer: MakeTrainer, make_batch: MakeBatch, make_model: Callable[..., Any], tmp_path: Path
+@pytest.mark.parametrize("holds_a_training_state", [False, True])
+def test_going_back_to_the_initial_policy_forgets_all_training_state(
+    make_trainer: MakeTrainer,
+    make_batch: MakeBatch,
+    make_model: Callable[..., Any],
+    tmp_path: Path,
+    holds_a_training_state: bool,
 ) -> None:
-    make_model().save_pretrained(tmp_path)
     used, fresh = make_trainer(), make_trainer()
     used.update(make_batch(1), make_objective(), BATCHING)
-    used.restore(tmp_path)
+    if holds_a_training_state:
+        used.save(tmp_path)
+    make_model().save_pretrained(tmp_path)
+    used.restore_weights(tmp_path)
     assert (used.optimizer_step, used.digest()) == (0, fresh.digest())
     for trainer in (used, fresh):
         trainer.update(make_batch(2), make_objective(), BATCHING)
