@@ -338,3 +338,26 @@ def test_a_run_that_starts_from_a_checkpoint_folder_starts_with_a_fresh_optimize
     pool.forget()
     with pool.trainer_at(first) as trainer:
         assert trainer.optimizer_step == 1
+
+
+def test_a_store_that_fails_once_at_a_commit_is_tried_again_and_changes_nothing(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failed update has moved the trainer on: the second attempt must start from the policy before it."""
+    from grpo_lib.errors import StoreUnreachableError
+    from grpo_lib.storage.attempts import Attempt
+
+    expected = [each.summary["policy_digest"] for each in of(train(tiny()), "update")]
+    commit, failures = Attempt.commit, []
+
+    def failing(self: Attempt, **kwargs: Any) -> Any:
+        if self._spec.name == "update" and self._iteration == 1 and not failures:
+            failures.append(1)
+            raise StoreUnreachableError("the disk is full, for a moment")
+        return commit(self, **kwargs)
+
+    monkeypatch.setattr(Attempt, "commit", failing)
+    fresh_process()
+    again = of(train(tiny(f"store.uri={tmp_path / 'other'}")), "update")
+    assert failures == [1]
+    assert [each.summary["policy_digest"] for each in again] == expected
