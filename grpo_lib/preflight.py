@@ -9,6 +9,7 @@ from typing import Any
 from grpo_lib.config import Gsm8kData, RunConfig
 from grpo_lib.errors import ConfigError, DataError, ModelError
 from grpo_lib.problems import get_problem
+from grpo_lib.problems.gsm8k import heldout_file
 from grpo_lib.run import Run, open_run
 from grpo_lib.storage.objects import check_store
 from grpo_lib.storage.paths import run_file
@@ -120,13 +121,8 @@ def data_files(config: RunConfig) -> list[Path]:
     data = config.data
     if not isinstance(data, Gsm8kData):
         return []
-    files = [Path(data.path)]
-    beside = files[0].with_name("test.jsonl")
-    if data.heldout_path is not None:
-        files.append(Path(data.heldout_path))
-    elif beside != files[0] and beside.is_file():
-        files.append(beside)
-    return files
+    heldout = heldout_file(data)
+    return [Path(data.path)] if heldout is None else [Path(data.path), heldout]
 
 
 def data_digests(config: RunConfig) -> dict[str, str]:

@@ -17,14 +17,15 @@ PUBLISH = StageSpec(name="publish", version=1, reads=("run_name", "tracking"))
 def publish(stage: Stage, artifacts: list[ArtifactRef]) -> ArtifactRef:
     """Logs metrics, datasets, checkpoints and held-out samples; committed when MLflow has them."""
     stages, tracker = stage.run.stages, tracker_for(stage.run)
-    manifests = {ref.stage: stages.manifest(ref) for ref in artifacts}
+    manifests = [stages.manifest(ref) for ref in artifacts]
     by_stage = {ref.stage: ref for ref in artifacts}
-    points = metric_points([stages.manifest(ref) for ref in artifacts])
+    points = metric_points(manifests)
     model_id = None
     if "checkpoint" in by_stage:
+        saved = stage.summary(by_stage["checkpoint"])
         model_id = tracker.log_model(
-            version=int(str(manifests["checkpoint"].summary["policy_version"])),
-            digest=str(manifests["checkpoint"].summary["policy_digest"]),
+            version=saved["policy_version"],
+            digest=saved["policy_digest"],
             uri=stages.folder(by_stage["checkpoint"]),
         )
     tracker.log_points(points.to_pylist(), model_id)

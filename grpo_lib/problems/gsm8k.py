@@ -54,7 +54,7 @@ def load(options: Gsm8kData, split: str, seed: int) -> pa.Table:
     """
     if split not in ("train", "heldout"):
         raise DataError(f"there is no split {split!r}: use train or heldout")
-    path, heldout_path = Path(options.path), _heldout_path(options)
+    path, heldout_path = Path(options.path), heldout_file(options)
     if heldout_path is not None:
         heldout = _read(heldout_path)
         if split == "heldout":
@@ -70,7 +70,8 @@ def load(options: Gsm8kData, split: str, seed: int) -> pa.Table:
     return _table(heldout if split == "heldout" else _without(train, heldout, path), split)
 
 
-def _heldout_path(options: Gsm8kData) -> Path | None:
+def heldout_file(options: Gsm8kData) -> Path | None:
+    """Where the held-out rows are, if in a file of their own: named, or ``test.jsonl`` beside the training file."""
     if options.heldout_path is not None:
         return Path(options.heldout_path)
     beside = Path(options.path).with_name("test.jsonl")

@@ -26,9 +26,8 @@ def score(
         batch = micro_batch(sequences, rows).to(device)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             scored = token_logprobs(model, batch, temperature)
-        offsets = sequences.responses.gather(rows).offsets
-        logprobs.append((rows, Ragged(values=scored.logprobs.cpu(), offsets=offsets)))
-        entropies.append((rows, Ragged(values=scored.entropy.cpu(), offsets=offsets)))
+        logprobs.append((rows, Ragged(values=scored.logprobs.cpu(), offsets=batch.offsets)))
+        entropies.append((rows, Ragged(values=scored.entropy.cpu(), offsets=batch.offsets)))
     result = scatter_rows(logprobs, sequences.responses.rows)
     if not bool(torch.isfinite(result.values).all()):
         raise NonFiniteError(
