@@ -4,6 +4,7 @@ GrpoError                     exit code 2 from the command line, one message, no
 ├── ConfigError               a value in the configuration, or two that don't fit together
 ├── DataError                 prompts, references or demonstrations that can't be used
 ├── ModelError                a model, tokenizer or chat template that can't be used
+├── AlgorithmError            a batch that the configured algorithm can't work with (exit code 1)
 ├── RewardError               a reward function that failed too often (exit code 1)
 ├── MissingPackageError       an engine or backend was asked for that is not installed
 ├── TrackingError             MLflow can't be reached or refuses
@@ -40,6 +41,12 @@ class ModelError(GrpoError, ValueError):
 
 class RewardError(GrpoError, ValueError):
     """A reward function can't be used or failed too often."""
+
+    exit_code = 1
+
+
+class AlgorithmError(GrpoError, ValueError):
+    """The configured algorithm can't work with this batch: nothing is left of it, or groups are too small."""
 
     exit_code = 1
 

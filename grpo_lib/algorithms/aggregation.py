@@ -16,35 +16,67 @@ from grpo_lib.algorithms.registry import Registry
 from grpo_lib.data.ragged import repeat_rows, segment_sum
 
 Aggregation = Callable[[Tensor, Tensor, int], Tensor]
-AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
+AGGREGATIONS: Registry[Aggregation] = Registry(
+    "aggregation",
+    {
+        "mask": "`[N]`: 1 where the token takes part",
+        "offsets": "`int64[B+1]`",
+        "max_response_length": "`rollout.max_new_tokens`",
+    },
+)
 
 
-@AGGREGATIONS.register("token-mean")
+@AGGREGATIONS.register(
+    "token-mean",
+    formula="sum(m l) / sum(m)",
+    paper="Yu et al. 2025, DAPO, eq. 8",
+    use="every token counts the same, so long responses count more (the default)",
+)
 def token_mean(mask: Tensor, offsets: Tensor, max_response_length: int) -> Tensor:
     """``sum(m l) / sum(m)`` (DAPO)."""
     return mask.double() / mask.double().sum().clamp(min=1)
 
 
-@AGGREGATIONS.register("token-sum")
+@AGGREGATIONS.register(
+    "token-sum",
+    formula="sum(m l)",
+    paper="Williams 1992, REINFORCE",
+    use="the plain sum; the learning rate then depends on the batch",
+)
 def token_sum(mask: Tensor, offsets: Tensor, max_response_length: int) -> Tensor:
     """``sum(m l)``."""
     return mask.double()
 
 
-@AGGREGATIONS.register("seq-mean-token-mean")
+@AGGREGATIONS.register(
+    "seq-mean-token-mean",
+    formula="mean over rows of mean_m(l)",
+    paper="Shao et al. 2024, DeepSeekMath, eq. 3",
+    use="every response counts the same (GRPO, GSPO, GMPO)",
+)
 def seq_mean_token_mean(mask: Tensor, offsets: Tensor, max_response_length: int) -> Tensor:
     """Mean over rows of the row's token mean (the GRPO paper)."""
     per_row = segment_sum(mask.double(), offsets)
     return mask.double() / repeat_rows(per_row.clamp(min=1), offsets) / _valid_rows(per_row)
 
 
-@AGGREGATIONS.register("seq-mean-token-sum")
+@AGGREGATIONS.register(
+    "seq-mean-token-sum",
+    formula="mean over rows of sum(m l)",
+    paper="Ahmadian et al. 2024, RLOO",
+    use="the gradient of the expected reward of a whole response",
+)
 def seq_mean_token_sum(mask: Tensor, offsets: Tensor, max_response_length: int) -> Tensor:
     """Mean over rows of the row's token sum."""
     return mask.double() / _valid_rows(segment_sum(mask.double(), offsets))
 
 
-@AGGREGATIONS.register("seq-mean-token-sum-norm")
+@AGGREGATIONS.register(
+    "seq-mean-token-sum-norm",
+    formula="mean over rows of sum(m l) / max_response_length",
+    paper="Liu et al. 2025, Dr. GRPO, section 3.2",
+    use="as before, over a constant: no bias towards short or long responses",
+)
 def seq_mean_token_sum_norm(mask: Tensor, offsets: Tensor, max_response_length: int) -> Tensor:
     """Mean over rows of the row's token sum over the constant ``max_response_length`` (Dr. GRPO)."""
     return seq_mean_token_sum(mask, offsets, max_response_length) / max_response_length

@@ -1,41 +1,192 @@
-"""Names to functions, with an error that helps.
+"""Names to functions, with what a reader wants to know of each, and errors that help.
 
-A registry is a plain dict with a decorator. To add a variant write one function and put ``@REGISTRY.register("name")``
-above it; nothing else has to know.
+To add a variant write one function and put ``@REGISTRY.register("name", ...)`` above it; nothing else has to know.
+A user's own module does the same and is named in ``algorithm.plugins``.
+
+Positional parameters are the columns that the function wants, by name; it receives those and nothing else.
+Keyword-only parameters are its options, with bounds and a description where ``Annotated`` gives them:
+
+    @ADVANTAGES.register("half", formula="(R - mean_g) / 2", paper="ours", use="an example")
+    def half(rewards: Tensor, group_ids: Tensor, *, factor: Annotated[float, Field(gt=0)] = 0.5) -> Tensor: ...
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Generic, TypeVar
+from functools import cached_property, partial
+from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from grpo_lib.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., object])
 
+ClipLow = Annotated[float, Field(gt=0, lt=1, description="The ratio is clipped below 1 - clip_low.")]
+ClipHigh = Annotated[float, Field(gt=0, le=1000, description="The ratio is clipped above 1 + clip_high.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry(Generic[F]):
+    """One implementation."""
+
+    name: str
+    kind: str
+    function: F
+    formula: str
+    paper: str
+    use: str
+    """What it is good for, in a sentence."""
+    aliases: tuple[str, ...] = ()
+    helper: Callable[..., object] | None = None
+    """A second function that belongs to it (the selector of a loss); its options are options of the entry."""
+    traits: Mapping[str, object]
+    """What those who call it have to know."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the positional parameters."""
+        return _columns(self.function)
+
+    @cached_property
+    def options(self) -> type[BaseModel]:
+        """The keyword-only parameters of function and helper as a pydantic model: types, bounds, defaults."""
+        fields: dict[str, Any] = {}
+        for function in filter(None, (self.helper, self.function)):
+            hints = get_type_hints(function, include_extras=True)
+            for name, parameter in inspect.signature(function).parameters.items():
+                if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                    default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+                    fields[name] = (hints.get(name, Any), default)
+        return create_model(self.name, __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
+
+    def bind(self, options: Mapping[str, object], origin: str) -> F:
+        """The function with its options set.
+
+        Raises:
+            ConfigError: an option that it does not have, or a value out of bounds; ``origin`` names the setting.
+        """
+        return partial(self.function, **self._chosen(self.function, options, origin))  # type: ignore[return-value]
+
+    def bind_helper(self, options: Mapping[str, object], origin: str) -> Callable[..., Any] | None:
+        """The helper with its options set, or None where there is none."""
+        return partial(self.helper, **self._chosen(self.helper, options, origin)) if self.helper else None
+
+    def _chosen(self, function: Callable[..., object], options: Mapping[str, object], origin: str) -> dict[str, Any]:
+        try:
+            values = self.options.model_validate(dict(options))
+        except ValidationError as error:
+            raise ConfigError("; ".join(self._describe(problem, origin) for problem in error.errors())) from None
+        names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        return {name: getattr(values, name) for name in names}
+
+    def _describe(self, problem: Any, origin: str) -> str:
+        place = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = list(self.options.model_fields)
+            hint = nearest(place, known) if known else "it has none"
+            return f"{origin}.{place}: {self.kind} {self.name!r} has no such option; {hint}"
+        if problem["type"] == "missing":
+            return f"{origin}.{place}: {self.kind} {self.name!r} needs it"
+        return f"{origin}.{place}={problem['input']!r}: {problem['msg']}"
+
 
 class Registry(Generic[F]):
-    """Implementations of one kind, by name."""
+    """Implementations of one kind, by name.
 
-    def __init__(self, kind: str) -> None:
+    Args:
+        kind: what they are, for messages.
+        columns: names that positional parameters may have, each with its meaning.
+    """
+
+    def __init__(self, kind: str, columns: Mapping[str, str]) -> None:
         self.kind = kind
-        self._functions: dict[str, F] = {}
+        self.columns = dict(columns)
+        self._entries: dict[str, Entry[F]] = {}
 
-    def register(self, name: str) -> Callable[[F], F]:
-        """Decorator that enters a function under ``name``; a name is given once."""
+    def register(
+        self,
+        name: str,
+        *,
+        formula: str = "",
+        paper: str = "",
+        use: str = "",
+        aliases: Sequence[str] = (),
+        helper: Callable[..., object] | None = None,
+        **traits: object,
+    ) -> Callable[[F], F]:
+        """Decorator that enters a function under ``name`` and ``aliases``; a name is given once.
+
+        Raises:
+            ConfigError: the name is taken, or the function wants a column that there is not.
+        """
 
         def enter(function: F) -> F:
-            assert name not in self._functions, f"{self.kind} {name!r} is registered twice"
-            self._functions[name] = function
+            for column in _columns(function):
+                if column not in self.columns:
+                    raise ConfigError(
+                        f"{self.kind} {name!r} ({_place(function)}) wants a column {column!r}; "
+                        f"{nearest(column, self.columns)} (options must be keyword-only)"
+                    )
+            entry = Entry(
+                name=name,
+                kind=self.kind,
+                function=function,
+                formula=formula,
+                paper=paper,
+                use=use or next(iter((inspect.getdoc(function) or "").splitlines()), ""),
+                aliases=tuple(aliases),
+                helper=helper,
+                traits=traits,
+            )
+            for each in (name, *aliases):
+                if each in self._entries:
+                    raise ConfigError(
+                        f"{self.kind} {each!r} ({_place(function)}) is registered already, by "
+                        f"{_place(self._entries[each].function)}; give yours another name"
+                    )
+                self._entries[each] = entry
             return function
 
         return enter
 
-    def __getitem__(self, name: str) -> F:
-        if name not in self._functions:
-            close = get_close_matches(name, self.names(), n=3)
-            hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(self.names())}"
-            raise ConfigError(f"unknown {self.kind} {name!r}; {hint}")
-        return self._functions[name]
+    def __getitem__(self, name: str) -> Entry[F]:
+        if name not in self._entries:
+            raise ConfigError(f"unknown {self.kind} {name!r}; {nearest(name, self._entries)}")
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[Entry[F]]:
+        """Every entry once, in the order of registration."""
+        return iter({entry.name: entry for entry in self._entries.values()}.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
 
     def names(self) -> list[str]:
-        return sorted(self._functions)
+        return sorted(self._entries)
+
+
+def call(function: Callable[..., Any], columns: object) -> Any:
+    """Calls a bound function with the attributes of ``columns`` that its positional parameters name."""
+    return function(*(getattr(columns, name) for name in _columns(function)))
+
+
+def nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
+    """A hint at what was meant.
+
+    >>> nearest("gpro", ["grpo", "rloo"])
+    'did you mean grpo?'
+    """
+    close = get_close_matches(name, list(known), n=3)
+    return f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(sorted(known))}"
+
+
+def _columns(function: Callable[..., object]) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
+
+
+def _place(function: Callable[..., object]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)

@@ -4,8 +4,10 @@ Nothing is ever padded to the longest row. ``B`` is the number of rows, ``N`` th
 row's slice of the values. ``group_ids`` (``int64[B]``) say which rows belong together; they need not be adjacent.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,14 +63,119 @@ def lengths_to_offsets(lengths: Tensor) -> Tensor:
 
 
 def repeat_rows(values: Tensor, offsets: Tensor) -> Tensor:
-    """One value a row ``[B]`` -> the row's value at each of its tokens ``[N]``."""
+    """One value a row ``[B]`` -> the row's value at each of its tokens ``[N]``. Differentiable."""
+    if values.is_cpu and not values.requires_grad:  # several times as fast, and no index of N integers in between
+        return torch.from_numpy(np.repeat(values.numpy(), offsets.diff().numpy()))
     return torch.repeat_interleave(values, offsets.diff(), output_size=int(offsets[-1]))
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """Sum of each row, ``[N] -> [B]``; 0 for an empty row. Differentiable."""
+    if values.is_cpu and not values.requires_grad:
+        return _reduce(np.add, values, offsets, 0)
     rows = repeat_rows(torch.arange(len(offsets) - 1, device=values.device), offsets)
     return torch.zeros(len(offsets) - 1, dtype=values.dtype, device=values.device).index_add(0, rows, values)
+
+
+def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
+    """Mean of each row, ``[N] -> [B]``; 0 for an empty row. Differentiable."""
+    return segment_sum(values, offsets) / offsets.diff().clamp(min=1)
+
+
+def segment_std(values: Tensor, offsets: Tensor) -> Tensor:
+    """Unbiased standard deviation of each row, ``[N] -> float64[B]``; 0 for a row of fewer than two values."""
+    values = values.double()
+    squares = (values - repeat_rows(segment_mean(values, offsets), offsets)).square()
+    return (segment_sum(squares, offsets) / (offsets.diff() - 1).clamp(min=1)).sqrt()
+
+
+def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
+    """Largest value of each row, ``[N] -> [B]``; ``-inf`` for an empty row. Without gradient."""
+    if values.is_cpu:
+        return _reduce(np.maximum, values, offsets, -np.inf)
+    rows = repeat_rows(torch.arange(len(offsets) - 1, device=values.device), offsets)
+    return values.new_full((len(offsets) - 1,), -torch.inf).scatter_reduce(0, rows, values.detach(), "amax")
+
+
+def segment_min(values: Tensor, offsets: Tensor) -> Tensor:
+    """Smallest value of each row, ``[N] -> [B]``; ``inf`` for an empty row. Without gradient."""
+    return -segment_max(-values, offsets)
+
+
+def _reduce(operation: np.ufunc, values: Tensor, offsets: Tensor, empty: float) -> Tensor:
+    """The ufunc over each row; ``reduceat`` itself knows no empty rows."""
+    filled = offsets.diff() > 0
+    result = values.new_full((len(offsets) - 1,), empty)
+    if bool(filled.any()):
+        result[filled] = torch.from_numpy(operation.reduceat(values.detach().numpy(), offsets[:-1][filled].numpy()))
+    return result
+
+
+def reverse_scan(values: Tensor, offsets: Tensor, decay: float) -> Tensor:
+    """``y_t = x_t + decay * y_{t+1}`` within each row, ``float64[N]``.
+
+    A parallel scan by doubling: after the step ``s`` every ``y_t`` holds the terms up to ``t + 2s - 1``; so there are as
+    many steps as the logarithm of the longest row. Blocks of whole rows stay in the processor's cache.
+    """
+    result = torch.empty(len(values), dtype=torch.float64, device=values.device)
+    for rows in row_blocks(offsets):
+        tokens = slice(int(offsets[rows.start]), int(offsets[rows.stop]))
+        inside = offsets[rows.start : rows.stop + 1] - tokens.start
+        y = values[tokens].double()
+        left = repeat_rows(inside[1:], inside) - torch.arange(len(y), device=y.device)  # to the row's end
+        step, factor = 1, float(decay)
+        longest = int(inside.diff().max()) if len(y) else 0
+        while step < longest and factor != 0:
+            y[:-step] += (factor * y[step:]).masked_fill_(left[:-step] <= step, 0.0)
+            step, factor = 2 * step, factor * factor
+        result[tokens] = y
+    return result
+
+
+BLOCK_TOKENS = 2**17
+"""Tokens that a pass over columns works on at a time: what fits into a processor's cache."""
+
+
+def row_blocks(offsets: Tensor, tokens: int = BLOCK_TOKENS) -> Iterator[slice]:
+    """Slices of whole rows, each of at most ``tokens`` tokens or one row that is longer.
+
+    >>> [(each.start, each.stop) for each in row_blocks(torch.tensor([0, 3, 4, 9]), tokens=4)]
+    [(0, 2), (2, 3)]
+    """
+    rows, first = len(offsets) - 1, 0
+    while first < rows:
+        fits = int(torch.searchsorted(offsets, int(offsets[first]) + tokens, right=True)) - 1
+        last = min(rows, max(first + 1, fits))
+        yield slice(first, last)
+        first = last
+
+
+def kept_offsets(mask: Tensor, offsets: Tensor) -> Tensor:
+    """Offsets of the rows when only the values with ``mask`` stay: ``values[mask]`` with these is ragged again."""
+    return lengths_to_offsets(segment_sum(mask.long(), offsets))
+
+
+def from_padded(values: Tensor, mask: Tensor) -> Ragged:
+    """``[B, T]`` with padding anywhere -> the values where ``mask [B, T]`` is true, row by row.
+
+    >>> from_padded(torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])).values.tolist()
+    [1, 2, 3]
+    """
+    assert values.shape == mask.shape, f"values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape"
+    mask = mask.bool()
+    return Ragged(values=values[mask], offsets=lengths_to_offsets(mask.sum(1)))
+
+
+def to_padded(rows: Ragged, fill: float = 0) -> tuple[Tensor, Tensor]:
+    """``[B, T]`` padded on the right to the longest row, and its ``bool[B, T]`` mask. Differentiable.
+
+    >>> to_padded(Ragged(values=torch.tensor([1, 2, 3]), offsets=torch.tensor([0, 2, 3])))[0].tolist()
+    [[1, 2], [3, 0]]
+    """
+    width = int(rows.lengths.max()) if rows.rows else 0
+    mask = torch.arange(width, device=rows.offsets.device) < rows.lengths[:, None]
+    padded = rows.values.new_full((rows.rows, width), fill)
+    return padded.masked_scatter(mask, rows.values), mask
 
 
 def concat_rows(first: Ragged, second: Ragged) -> Ragged:
@@ -107,15 +214,34 @@ class GroupStatistics:
     """``bool``: all values of the group are equal (also in a group of one)."""
 
 
+def dense_groups(group_ids: Tensor) -> tuple[Tensor, int]:
+    """Group numbers ``int64[B]`` from 0, and how many there are; some may be empty where ids have gaps."""
+    if len(group_ids) == 0:
+        return group_ids, 0
+    lowest, highest = int(group_ids.min()), int(group_ids.max())
+    if highest - lowest < 4 * len(group_ids):
+        return group_ids - lowest, highest - lowest + 1
+    unique, group = torch.unique(group_ids, return_inverse=True)
+    return group, len(unique)
+
+
+def group_sum(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Sum of each group, ``[B] -> [groups]``, of the numbers that ``dense_groups`` gives."""
+    return values.new_zeros(groups).index_add(0, group, values)
+
+
+def group_max(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Largest value of each group, ``[B] -> [groups]``; ``-inf`` in an empty one."""
+    return values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values, "amax")
+
+
 def group_statistics(values: Tensor, group_ids: Tensor) -> GroupStatistics:
     """Statistics of ``values [B]`` within the groups of ``group_ids int64[B]``, in float64."""
     values = values.double()
-    unique, group = torch.unique(group_ids, return_inverse=True)
-    groups = len(unique)
+    group, groups = dense_groups(group_ids)
     size = torch.bincount(group, minlength=groups)
-    mean = values.new_zeros(groups).index_add(0, group, values) / size
-    squares = values.new_zeros(groups).index_add(0, group, (values - mean[group]) ** 2)
+    mean = group_sum(values, group, groups) / size.clamp(min=1)
+    squares = group_sum((values - mean[group]) ** 2, group, groups)
     std = (squares / (size - 1).clamp(min=1)).sqrt()
-    highest = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values, "amax")
-    lowest = values.new_full((groups,), torch.inf).scatter_reduce(0, group, values, "amin")
-    return GroupStatistics(size=size[group], mean=mean[group], std=std[group], constant=(highest == lowest)[group])
+    constant = group_max(values, group, groups) == -group_max(-values, group, groups)
+    return GroupStatistics(size=size[group], mean=mean[group], std=std[group], constant=constant[group])
