@@ -47,7 +47,7 @@ ADVANTAGES: Registry[Callable[..., Tensor | TokenAdvantages]] = Registry(
         "group_ids": "`int64[B]`: rows of a group need not be adjacent",
         "lengths": "`int64[B]`: response tokens of the row",
         "valid_tokens": "`int64[B]`: tokens of the row with mask 1",
-        "token_rewards": "`float64[N]`: the score on the row's last token with mask 1, minus a KL penalty in the reward",
+        "token_rewards": "`float64[N]`: the score on the row's last token with mask 1, minus the KL if in the reward",
         "mask": "`bool[N]`: tokens that take part in the loss",
         "offsets": "`int64[B+1]`",
         "greedy_rewards": "`float64[B]`: of the greedy response to the row's prompt (generated when named)",

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from grpo_lib.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., object])
+G = TypeVar("G", bound=Callable[..., object])
 
 ClipLow = Annotated[float, Field(gt=0, lt=1, description="The ratio is clipped below 1 - clip_low.")]
 ClipHigh = Annotated[float, Field(gt=0, le=1000, description="The ratio is clipped above 1 + clip_high.")]
@@ -53,7 +54,7 @@ class Entry(Generic[F]):
     def options(self) -> type[BaseModel]:
         """The keyword-only parameters of function and helper as a pydantic model: types, bounds, defaults."""
         fields: dict[str, Any] = {}
-        for function in filter(None, (self.helper, self.function)):
+        for function in (self.helper, self.function) if self.helper else (self.function,):
             hints = get_type_hints(function, include_extras=True)
             for name, parameter in inspect.signature(function).parameters.items():
                 if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
@@ -115,21 +116,21 @@ class Registry(Generic[F]):
         aliases: Sequence[str] = (),
         helper: Callable[..., object] | None = None,
         **traits: object,
-    ) -> Callable[[F], F]:
+    ) -> Callable[[G], G]:
         """Decorator that enters a function under ``name`` and ``aliases``; a name is given once.
 
         Raises:
             ConfigError: the name is taken, or the function wants a column that there is not.
         """
 
-        def enter(function: F) -> F:
+        def enter(function: G) -> G:
             for column in _columns(function):
                 if column not in self.columns:
                     raise ConfigError(
                         f"{self.kind} {name!r} ({_place(function)}) wants a column {column!r}; "
                         f"{nearest(column, self.columns)} (options must be keyword-only)"
                     )
-            entry = Entry(
+            entry: Entry[Any] = Entry(
                 name=name,
                 kind=self.kind,
                 function=function,

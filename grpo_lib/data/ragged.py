@@ -114,8 +114,8 @@ def _reduce(operation: np.ufunc, values: Tensor, offsets: Tensor, empty: float) 
 def reverse_scan(values: Tensor, offsets: Tensor, decay: float) -> Tensor:
     """``y_t = x_t + decay * y_{t+1}`` within each row, ``float64[N]``.
 
-    A parallel scan by doubling: after the step ``s`` every ``y_t`` holds the terms up to ``t + 2s - 1``; so there are as
-    many steps as the logarithm of the longest row. Blocks of whole rows stay in the processor's cache.
+    A parallel scan by doubling: after the step ``s`` every ``y_t`` holds the terms up to ``t + 2s - 1``; so the
+    number of steps is the logarithm of the longest row. Blocks of whole rows stay in the processor's cache.
     """
     result = torch.empty(len(values), dtype=torch.float64, device=values.device)
     for rows in row_blocks(offsets):
