@@ -1,9 +1,10 @@
 """The training run: every stage of every iteration is a task that commits one dataset."""
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
-from prefect import Flow, State, flow
+from prefect import Flow, flow
 from prefect.client.schemas.objects import FlowRun
 from prefect.task_runners import ThreadPoolTaskRunner
 
@@ -12,6 +13,7 @@ from grpo_lib.config import RunConfig
 from grpo_lib.placement.devices import use_threads
 from grpo_lib.preflight import check_surroundings, data_digests, model_digests
 from grpo_lib.progress import progress
+from grpo_lib.recipe import full_kl, plugin_digests, wanted
 from grpo_lib.run import Run, open_run
 from grpo_lib.storage.stages import ArtifactRef
 from grpo_lib.tracking.mlflow import tracker_for, tracking_uri
@@ -19,15 +21,36 @@ from tasks.advantage import advantage
 from tasks.base import StageFuture
 from tasks.dataset import dataset
 from tasks.evaluate import evaluate
-from tasks.logprobs import old_logprobs, ref_logprobs
+from tasks.filter import filter_rows
+from tasks.logprobs import old_logprobs, ref_logprobs, values
 from tasks.policy import pretrained, warm_start
 from tasks.prompts import prompts
 from tasks.publish import publish
-from tasks.reward import reward
-from tasks.rollout import rollout
+from tasks.reward import greedy_reward, reward
+from tasks.rollout import greedy_rollout, rollout
 from tasks.update import checkpoint, update
 
 Publications = list[StageFuture]
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What an iteration leaves to the next."""
+
+    policy: ArtifactRef
+    advantages: ArtifactRef | None = None
+    selection: ArtifactRef | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What an iteration learns from."""
+
+    prompts: list[ArtifactRef]
+    rollouts: list[ArtifactRef]
+    rewards: list[StageFuture]
+    selection: ArtifactRef | None
+    """What the filters left of them."""
 
 
 def flow_run_name() -> str:
@@ -36,7 +59,7 @@ def flow_run_name() -> str:
     return f"train {flow_run.get_parameters()['config'].run_name}"
 
 
-def mark_failed(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+def mark_failed(flow: Flow[..., Any], flow_run: FlowRun, state: Any) -> None:
     """Closes the MLflow run as failed; resuming opens it again. A run that never got as far has none."""
     if "mlflow" in sys.modules:
         tracker_for(Run(RunConfig.model_validate(flow_run.parameters["config"]))).finish("FAILED")
@@ -61,16 +84,16 @@ def train(config: RunConfig) -> RunReport:
     published = [announce(run, None, [data, initial])]
     before = evaluate(run, 0, data, initial)
     published.append(announce(run, 0, [before]))
-    policy = initial
+    state = State(policy=initial)
     for k in range(config.iterations):
         progress().stage_advanced("iteration", None, k, config.iterations, 0)
-        policy = iterate(run, k, data, initial, policy, published)
+        state = iterate(run, k, data, initial, state, published)
         done = k + 1
         last, due = done == config.iterations, []
         if last or done % config.checkpoint.every == 0:
-            due.append(checkpoint(run, k, policy))
+            due.append(checkpoint(run, k, state.policy))
         if last or done % config.evaluation.every == 0:
-            due.append(evaluate(run, done, data, policy))
+            due.append(evaluate(run, done, data, state.policy))
         if due:
             published.append(announce(run, done, due))
     progress().stage_advanced("iteration", None, config.iterations, config.iterations, 0)
@@ -85,29 +108,61 @@ def first_policy(run: Run, data: ArtifactRef) -> ArtifactRef:
     return pretrained(run, None, external=model_digests(run.config))
 
 
-def iterate(
-    run: Run, k: int, data: ArtifactRef, initial: ArtifactRef, policy: ArtifactRef, published: Publications
-) -> ArtifactRef:
+def iterate(run: Run, k: int, data: ArtifactRef, initial: ArtifactRef, before: State, published: Publications) -> State:
     """One iteration: policy k to policy k+1."""
-    config = run.config
-    asked = prompts(run, k, data)
-    rollouts, rewards = [], []
-    for shard in range(config.rollout.shards):  # a shard is judged while the next is generated
-        rollouts.append(rollout(run, k, asked, policy, shard=shard))
-        rewards.append(reward.submit(run, k, asked, rollouts[shard], shard=shard))
+    config, policy = run.config, before.policy
+    batch = rollouts_and_rewards(run, k, data, policy, before.selection)
+    asked, rollouts, selection = batch.prompts, batch.rollouts, batch.selection
 
-    # Side by side: neither needs the other.
-    old = old_logprobs.submit(run, k, asked, rollouts, policy) if config.needs_old_logprobs else None
-    ref = ref_logprobs.submit(run, k, asked, rollouts, initial) if config.needs_ref_logprobs else None
-    scores = results(rewards)
-    old_scores, ref_scores = (future.result() if future is not None else None for future in (old, ref))
+    # Side by side: none needs the others.
+    needs = wanted(config.algorithm)
+    kl = config.algorithm.kl
+    squares = {"sum_squared_probs": "asked"} if "sum_squared_probs" in needs else {}
+    futures: dict[str, StageFuture] = {}
+    if config.algorithm.old_logprobs == "decoupled":
+        futures["old"] = old_logprobs.submit(run, k, asked, rollouts, policy, selection, external=squares)
+    if kl.coef > 0 and not full_kl(config.algorithm):
+        futures["ref"] = ref_logprobs.submit(run, k, asked, rollouts, initial, selection)
+    if "values" in needs:
+        futures["values"] = values.submit(run, k, asked, rollouts, policy, selection)
+    greedy = []
+    if "greedy_rewards" in needs:
+        greedy.append(greedy_rollout(run, k, asked, policy))
+        greedy.append(greedy_reward(run, k, asked, greedy[0]))
+    scores = results(batch.rewards)
+    made = {name: future.result() for name, future in futures.items()}
+    old, ref, v = (made.get(name) for name in ("old", "ref", "values"))
 
-    advantages = advantage(run, k, rollouts, scores)
-    updated = update(run, k, policy, asked, rollouts, old_scores, ref_scores, advantages)
+    own = plugin_digests(config.algorithm, "advantage", "grouping", "metrics", "kl.estimator")
+    previous = before.advantages if kl.controller == "adaptive" else None
+    baseline = greedy[1] if greedy else None
+    advantages = advantage(run, k, asked, rollouts, scores, old, ref, v, baseline, selection, previous, external=own)
+    own = plugin_digests(config.algorithm, "loss", "aggregation", "kl.estimator")
+    updated = update(run, k, policy, asked, rollouts, old, ref, v, advantages, external=own)
 
-    stages = [asked, *rollouts, *scores, old_scores, ref_scores, advantages, updated]
+    stages = [*asked, *rollouts, *scores, *greedy, selection, old, ref, v, advantages, updated]
     published.append(announce(run, k, [each for each in stages if each is not None]))
-    return updated
+    return State(policy=updated, advantages=advantages, selection=selection)
+
+
+def rollouts_and_rewards(run: Run, k: int, data: ArtifactRef, policy: ArtifactRef, before: ArtifactRef | None) -> Batch:
+    """Prompts, responses and their rewards; with filters so many batches of prompts that enough are left."""
+    config = run.config
+    asked: list[ArtifactRef] = []
+    rollouts: list[ArtifactRef] = []
+    rewards: list[StageFuture] = []
+    while True:
+        drawn = len(asked)
+        asked.append(prompts(run, k, data, before, shard=drawn))
+        for shard in range(drawn * config.rollout.shards, (drawn + 1) * config.rollout.shards):
+            rollouts.append(rollout(run, k, asked, policy, shard=shard))
+            rewards.append(reward.submit(run, k, asked, rollouts[-1], shard=shard))  # while the next is generated
+        if not config.algorithm.filters:
+            return Batch(prompts=asked, rollouts=rollouts, rewards=rewards, selection=None)
+        own = plugin_digests(config.algorithm, "filters", "grouping")
+        selection = filter_rows(run, k, asked, rollouts, results(rewards), before, shard=drawn, external=own)
+        if run.stages.manifest(selection).summary["full"]:
+            return Batch(prompts=asked, rollouts=rollouts, rewards=rewards, selection=selection)
 
 
 def announce(run: Run, iteration: int | None, stages: list[ArtifactRef]) -> StageFuture:

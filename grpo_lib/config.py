@@ -7,36 +7,12 @@ value, the bound and the remedy.
 
 import hashlib
 import json
-from typing import Annotated, Any, Literal
-from urllib.parse import parse_qs, urlsplit
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are refused and values never change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _fits_int32(cls, value: Any) -> Any:
-        if isinstance(value, int) and abs(value) >= 2**31:
-            raise ValueError(f"{value} is too large; stay below {2**31}")
-        return value
-
-
-def _no_credentials(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.password is not None or "password" in parse_qs(parts.query):
-        raise ValueError(
-            f"the URL of {parts.hostname} holds a password, which would end up in manifests and MLflow; "
-            "take it out and set it in the environment (MLFLOW_TRACKING_PASSWORD, PGPASSWORD, AWS_SECRET_ACCESS_KEY)"
-        )
-    return url
-
-
-UrlWithoutSecrets = Annotated[str, AfterValidator(_no_credentials)]
+from grpo_lib.config_algorithm import AlgorithmConfig
+from grpo_lib.config_base import Section, UrlWithoutSecrets
 
 
 class StoreConfig(Section):
@@ -180,6 +156,12 @@ class RolloutConfig(Section):
     prompts: int = Field(16, ge=1, description="Prompts an iteration.")
     samples: int = Field(8, ge=1, description="Responses a prompt: the group size.")
     shards: int = Field(1, ge=1, description="Rollout and reward tasks an iteration.")
+    max_gen_batches: int = Field(
+        10,
+        ge=1,
+        le=1000,
+        description="With algorithm.filters: batches of prompts drawn at most, until `prompts` groups are left.",
+    )
     temperature: float = Field(1.0, gt=0, le=10, description="Of sampling; all log-probs are of logits divided by it.")
     max_prompt_tokens: int = Field(64, ge=1, description="A longer prompt is refused before the run.")
     max_new_tokens: int = Field(96, ge=1, description="A response is cut there.")
@@ -200,31 +182,6 @@ class ParityConfig(Section):
         None,
         gt=0,
         description="Mean absolute difference above which the run stops; null: 1e-3 in float32, 0.05 in bfloat16.",
-    )
-
-
-class KlConfig(Section):
-    """KL penalty against the reference policy (the policy that the run started from), in the loss."""
-
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Of the penalty, per token.")
-    coef: float = Field(0.0, ge=0, description="0 switches the penalty and the ref_logprobs stage off.")
-
-
-class AlgorithmConfig(Section):
-    """The mathematics: names refer to the registries in grpo_lib.algorithms."""
-
-    advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="Advantage estimator.")
-    loss: Literal["ppo_clip"] = Field("ppo_clip", description="Policy loss.")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0, le=10, description="Above clip_low: clip-higher.")
-    dual_clip: float | None = Field(3.0, gt=1, description="Bound on -ratio*advantage where A < 0; null: off.")
-    aggregation: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
-    ] = Field("token-mean", description="From token losses to one number.")
-    kl: KlConfig = KlConfig()
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    old_logprobs: Literal["decoupled", "bypass"] = Field(
-        "decoupled", description="decoupled: the trainer recomputes them; bypass: the engine's are taken."
     )
 
 
@@ -258,6 +215,16 @@ class TrainerConfig(Section):
     max_tokens: int = Field(16_384, ge=8, description="Padded tokens a micro-batch.")
     optimizer: OptimizerConfig = OptimizerConfig()
     max_skipped: int = Field(3, ge=0, description="Non-finite gradients skipped in one iteration before it fails.")
+
+
+class CriticConfig(Section):
+    """The critic of PPO: a copy of the policy's backbone with a value head, trained beside the policy."""
+
+    lr: float = Field(1e-5, gt=0, le=1, description="Learning rate of AdamW; the policy's may be lower.")
+    value_clip: float | None = Field(
+        0.2, gt=0, description="A value may move so far from its old one before its loss goes flat; null: not clipped."
+    )
+    max_grad_norm: float = Field(1.0, gt=0, description="Bound on the critic's gradient norm.")
 
 
 class EvaluationConfig(Section):
@@ -322,10 +289,18 @@ class RunConfig(Section):
     parity: ParityConfig = ParityConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig | None = Field(None, description="Needed by advantage estimators that use values (gae).")
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
     placement: PlacementConfig = PlacementConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _not_a_command(cls, name: str | None) -> str | None:
+        if name == "algorithms":
+            raise ValueError("`grpo show algorithms` lists the algorithms; give the run another name")
+        return name
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "RunConfig":
@@ -339,11 +314,6 @@ class RunConfig(Section):
             )
         if self.model.path is None and self.model.prompt_format == "chat":
             raise ValueError("prompt_format=chat needs a model with a chat template, the small one has none: use plain")
-        if rollout.samples < 2:
-            raise ValueError(
-                f"rollout.samples={rollout.samples}: {self.algorithm.advantage} compares the responses of a group "
-                "and needs at least 2 (8 is usual)"
-            )
         if trainer.mini_batch_prompts is not None and trainer.mini_batch_prompts > rollout.prompts:
             raise ValueError(
                 f"trainer.mini_batch_prompts={trainer.mini_batch_prompts} is more than "
@@ -369,6 +339,12 @@ class RunConfig(Section):
         if train_prompts is not None and rollout.prompts > train_prompts:
             raise ValueError(
                 f"rollout.prompts={rollout.prompts} is more than data.train_prompts={train_prompts}; lower it"
+            )
+        overlong = self.algorithm.overlong.buffer_tokens
+        if overlong is not None and overlong > rollout.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong.buffer_tokens={overlong} is more than rollout.max_new_tokens="
+                f"{rollout.max_new_tokens}; the penalty would start before the first token: lower it"
             )
         return self
 
@@ -401,11 +377,3 @@ class RunConfig(Section):
         shaping = self.model_dump(mode="json", exclude={"name", "store", "tracking", "placement", "checkpoint"})
         digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()
         return f"{self.data.problem}-s{self.seed}-{digest[:8]}"
-
-    @property
-    def needs_ref_logprobs(self) -> bool:
-        return self.algorithm.kl.coef > 0
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return self.algorithm.old_logprobs == "decoupled"

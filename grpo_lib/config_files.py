@@ -18,10 +18,16 @@ from grpo_lib.errors import ConfigError
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """Reads a YAML file, applies ``key.sub=value`` overrides and validates.
 
+    A file may name another one in ``extends`` (a path beside it); its own settings go over those of that file.
+
     Raises:
         ConfigError: naming file, key, value, bound and remedy.
     """
-    path = Path(path)
+    return make_config(_read(Path(path), ()), overrides, origin=str(path))
+
+
+def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
+    """The settings of a file, over those of the file that it extends."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -35,7 +41,24 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
         raise ConfigError(f"{path} must hold a mapping of settings at its top, found {found}")
-    return make_config(values, overrides, origin=str(path))
+    if "extends" not in values:
+        return values
+    base = values.pop("extends")
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends={base!r} must be the path of a YAML file, from the folder of this one")
+    place = path.parent / base
+    if place.resolve() in (path.resolve(), *(each.resolve() for each in extended_by)):
+        raise ConfigError(f"{path}: extends={base} leads back to where it came from; break the circle")
+    return _over(_read(place, (*extended_by, path)), values)
+
+
+def _over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` over ``base``, section by section."""
+    merged = dict(base)
+    for key, value in values.items():
+        below = merged.get(key)
+        merged[key] = _over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def make_config(

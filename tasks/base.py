@@ -39,7 +39,14 @@ class Stage:
     """What a stage's body sees: its slice of the configuration, its inputs' data, and its commit."""
 
     def __init__(
-        self, run: Run, spec: StageSpec, iteration: int | None, shard: int, key: str, attempt: Attempt
+        self,
+        run: Run,
+        spec: StageSpec,
+        iteration: int | None,
+        shard: int,
+        key: str,
+        attempt: Attempt,
+        external: Mapping[str, str],
     ) -> None:
         self.run = run
         self.name = spec.name
@@ -47,6 +54,7 @@ class Stage:
         self.iteration = iteration
         self.shard = shard
         self.key = key
+        self.external = dict(external)
         self._attempt = attempt
         self._started = time.perf_counter()
 
@@ -129,9 +137,15 @@ class StageTask:
         }
 
         def run_stage(
-            run: Run, iteration: int | None, inputs: tuple[Input, ...], shard: int, key: str, stage: str
+            run: Run,
+            iteration: int | None,
+            inputs: tuple[Input, ...],
+            shard: int,
+            key: str,
+            stage: str,
+            external: dict[str, str],
         ) -> ArtifactRef:
-            return self._run(run, iteration, inputs, shard, key)
+            return self._run(run, iteration, inputs, shard, key, external)
 
         self._reuse = task(run_stage, **options)
         self._compute = task(run_stage, **(options | {"refresh_cache": True}))
@@ -142,7 +156,8 @@ class StageTask:
         """Runs the stage here and returns the reference to its dataset.
 
         Args:
-            external: digests of what the stage reads outside the store, such as data files; part of its key.
+            external: what else the result depends on: digests of data files or of a user's functions, a column asked
+                for. Part of its key; the body sees it as ``stage.external``.
         """
         known, chosen, arguments = self._prepare(run, iteration, inputs, shard, external)
         made = chosen(**arguments)
@@ -174,16 +189,25 @@ class StageTask:
             "shard": shard,
             "key": key,
             "stage": self.spec.name,
+            "external": dict(external or {}),
         }
         return known, (self._compute if known is None else self._reuse), arguments
 
-    def _run(self, run: Run, iteration: int | None, inputs: tuple[Input, ...], shard: int, key: str) -> ArtifactRef:
+    def _run(
+        self,
+        run: Run,
+        iteration: int | None,
+        inputs: tuple[Input, ...],
+        shard: int,
+        key: str,
+        external: Mapping[str, str],
+    ) -> ArtifactRef:
         ref = run.stages.find(self.spec, key, iteration, shard)
         if ref is not None:
             return ref
         progress().stage_started(self.spec.name, iteration)
         with run.stages.attempt(self.spec, run.config, key, artifacts(inputs), iteration, shard) as attempt:
-            ref = self.body(Stage(run, self.spec, iteration, shard, key, attempt), *inputs)
+            ref = self.body(Stage(run, self.spec, iteration, shard, key, attempt, external), *inputs)
         _report(ref)
         return ref
 

@@ -1,4 +1,4 @@
-"""`rollout`: responses of the policy to a shard of the iteration's prompts."""
+"""`rollout`: responses of the policy to a shard of the iteration's prompts; `greedy_rollout`: its most likely ones."""
 
 from grpo_lib.generation.base import Sampling
 from grpo_lib.generation.rollouts import check_parity, generate_rollouts, rollout_summary
@@ -7,6 +7,11 @@ from grpo_lib.storage.keys import StageSpec
 from grpo_lib.storage.stages import ArtifactRef
 from tasks.base import Stage, stage_task
 
+GREEDY = StageSpec(
+    name="greedy_rollout",
+    version=1,
+    reads=("rollout.engine", "rollout.max_new_tokens", "rollout.max_batch_rows", "model.dtype"),
+)
 ROLLOUT = StageSpec(
     name="rollout",
     version=1,
@@ -26,11 +31,12 @@ ROLLOUT = StageSpec(
 
 
 @stage_task(ROLLOUT)
-def rollout(stage: Stage, prompts: ArtifactRef, policy: ArtifactRef) -> ArtifactRef:
-    """Generates this shard's groups and proves on some rows that the engine is the policy."""
+def rollout(stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef) -> ArtifactRef:
+    """Generates this shard's groups, of the last batch of prompts; some rows prove that the engine is the policy."""
     settings = stage.config.rollout
-    table = stage.table(prompts)
-    first, last = (table.num_rows * each // settings.shards for each in (stage.shard, stage.shard + 1))
+    table, batch = stage.table(prompts), prompts[-1].rows
+    earlier, shard = table.num_rows - batch, stage.shard % settings.shards
+    first, last = (earlier + batch * each // settings.shards for each in (shard, shard + 1))
     workers = stage.workers(policy)
     with workers.engine_at(policy) as engine:
         rollouts = generate_rollouts(
@@ -57,3 +63,24 @@ def rollout(stage: Stage, prompts: ArtifactRef, policy: ArtifactRef) -> Artifact
             )
     tokens = len(rollouts.column("response_ids").combine_chunks().flatten())
     return stage.commit(rollouts, tokens=tokens, summary=rollout_summary(rollouts) | parity)
+
+
+@stage_task(GREEDY)
+def greedy_rollout(stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef) -> ArtifactRef:
+    """One response of the most likely tokens to each prompt of the iteration: a baseline, not trained on."""
+    workers = stage.workers(policy)
+    with workers.engine_at(policy) as engine:
+        rollouts = generate_rollouts(
+            engine,
+            stage.table(prompts),
+            workers.tokenizer,
+            first_prompt=0,
+            samples=1,
+            sampling=Sampling(temperature=0.0, max_new_tokens=stage.config.rollout.max_new_tokens),
+            seed=0,
+            iteration=stage.k,
+            policy_version=stage.summary(policy)["policy_version"],
+            on_progress=stage.advanced,
+        )
+    tokens = len(rollouts.column("response_ids").combine_chunks().flatten())
+    return stage.commit(rollouts, tokens=tokens, summary=rollout_summary(rollouts))

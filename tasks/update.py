@@ -10,17 +10,18 @@ from tasks.base import Stage, artifacts, stage_task
 def update(
     stage: Stage,
     policy: ArtifactRef,
-    prompts: ArtifactRef,
+    prompts: list[ArtifactRef],
     rollouts: list[ArtifactRef],
     old_logprobs: ArtifactRef | None,
     ref_logprobs: ArtifactRef | None,
+    values: ArtifactRef | None,
     advantages: ArtifactRef,
 ) -> ArtifactRef:
     """The optimizer steps of the iteration. Commits their metrics and the digest of the new policy."""
-    inputs = artifacts([prompts, rollouts, old_logprobs, ref_logprobs, advantages])
+    inputs = artifacts([prompts, rollouts, old_logprobs, ref_logprobs, values, advantages])
     with stage.workers(policy).training(policy, stage.key) as trainer:
         steps = run_update(trainer, stage.run.stages, inputs, stage.config, stage.k)
-        digest = trainer.digest()
+        digest, critic = trainer.digest(), trainer.critic_digest()
     before = stage.summary(policy)
     summary = update_summary(steps) | {
         "policy_digest": digest,
@@ -28,6 +29,8 @@ def update(
         "optimizer_step": steps[-1].optimizer_step,
         "initial": before.get("initial") or stage.input_ref(policy),
     }
+    if critic is not None:
+        summary["critic_digest"] = critic
     ref = stage.commit(update_table(steps), tokens=sum(step.tokens for step in steps), summary=summary)
     if stage.summary(ref)["policy_digest"] != digest:  # another attempt was faster, and its arithmetic differs
         stage.workers(policy).forget()
@@ -42,5 +45,6 @@ def checkpoint(stage: Stage, policy: ArtifactRef) -> ArtifactRef:
         for path in paths:
             stage.write_file(path.name, path)
     before = stage.summary(policy)
-    summary = {name: before[name] for name in ("policy_digest", "policy_version")}
+    names = ("policy_digest", "critic_digest", "policy_version")
+    summary = {name: before[name] for name in names if name in before}
     return stage.commit(rows=0, summary=summary)

@@ -272,14 +272,13 @@ def optimal_token_baseline(
 ) -> TokenAdvantages:
     """Positions are counted from the start of the response; a masked token adds nothing and has no baseline."""
     returns = discounted_returns(token_rewards, mask, offsets, 1.0)
-    energy = 1 - 2 * old_logprobs.double().exp() + sum_squared_probs.double()
+    # At least 0 but for rounding, where the policy is sure of the token; of either sign the sums below could cancel.
+    energy = (1 - 2 * old_logprobs.double().exp() + sum_squared_probs.double()).clamp(min=0)
     if is_weights is not None:
         energy = energy * is_weights.double().square()
     energy = energy.masked_fill(~mask, 0.0)
-    # Cumulative from the front: the row's total minus what comes after.
-    after = reverse_scan(energy, offsets, 1.0)
-    weight = repeat_rows(segment_sum(energy, offsets), offsets) - after + energy
-    weight = weight.masked_fill(~mask, 0.0)
+    # Cumulative from the front of the row: the scan of everything turned round.
+    weight = reverse_scan(energy.flip(0), len(energy) - offsets.flip(0), 1.0).flip(0).masked_fill(~mask, 0.0)
     # One cell a (group, position); a group has as many as its longest row.
     group, groups = dense_groups(group_ids)
     lengths = offsets.diff()

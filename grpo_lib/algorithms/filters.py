@@ -1,9 +1,10 @@
 """Which rows of an iteration are used, and what length does to a reward.
 
-A filter returns ``copies int64[B]``: how often each row takes part in the update; 0 takes it out of everything, its
-group's statistics included.
+A filter returns ``copies int64[B]``: 0 takes a row out of everything, its group's statistics included. One with the
+trait ``resamples`` runs when the batch is full, and says only how often each row takes part in the update.
 """
 
+import math
 from collections.abc import Callable
 from typing import Annotated
 
@@ -46,6 +47,7 @@ def dynamic_sampling(rewards: Tensor, group_ids: Tensor) -> Tensor:
     formula="draw B rows with replacement, p_i ~ |R_i|^power",
     paper="Shen et al. 2024, Policy Filtration for RLHF (PF-PPO), section 3",
     use="noisy reward models: rows with a clear verdict, good or bad, are seen more often",
+    resamples=True,
 )
 def pf_ppo(
     rewards: Tensor,
@@ -60,15 +62,16 @@ def pf_ppo(
     >>> pf_ppo(torch.tensor([0.0, 1.0]), 0).tolist()
     [0, 2]
     """
-    weights = rewards.double().abs() ** power
-    if not bool(weights.sum() > 0):
+    size = rewards.double().abs()
+    if not bool((size > 0).any()):
         return torch.ones(len(rewards), dtype=torch.int64)
+    weights = (size / size.max()) ** power  # at most 1, whatever the power
     # Systematic resampling: one random shift, B evenly spaced points; every count is within 1 of its expectation.
-    ends = torch.cumsum(weights / weights.sum(), 0)
-    ends[-1] = 1.0
+    ends = torch.cumsum(weights, 0)
     shift = torch.rand((), generator=torch.Generator().manual_seed(seed % 2**63), dtype=torch.float64)
     points = (torch.arange(len(rewards), dtype=torch.float64) + shift) / len(rewards)
-    drawn = torch.searchsorted(ends, points, right=True).clamp(max=len(rewards) - 1)
+    # A point that rounds to 1 would be past the last row with a weight.
+    drawn = torch.searchsorted(ends / ends[-1], points.clamp(max=math.nextafter(1.0, 0.0)), right=True)
     return torch.bincount(drawn, minlength=len(rewards))
 
 

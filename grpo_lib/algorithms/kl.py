@@ -90,7 +90,10 @@ def kl_estimator(name: str) -> KlEstimator:
         raise ConfigError(f"unknown KL estimator {name!r}; {nearest(base, KL_ESTIMATORS.names())} (each also with +)")
     entry = KL_ESTIMATORS[base]
     if entry.traits.get("from_logits"):
-        raise ConfigError(f"KL estimator {name!r} needs the logits of both policies; stored log-probs can't give it")
+        raise ConfigError(
+            f"KL estimator {name!r} needs the logits of both policies; "
+            "stored log-probs can't give it: take k1, k2 or k3"
+        )
     if base == name:
         return entry.function
 

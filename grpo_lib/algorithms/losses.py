@@ -169,7 +169,7 @@ def sapo(
 ) -> PolicyLoss:
     """At rho = 1 the gate's slope is 1; nothing is ever clipped."""
     ratio = _ratio(logprobs, old_logprobs)
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+    tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
     return _unclipped(-advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), ratio)
 
 

@@ -46,7 +46,8 @@ def best_of_group(rewards: Tensor, group_ids: Tensor) -> float:
 )
 def length_of_rewarded(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> float:
     """1 where one of the two sides is empty."""
-    better = rewards.double() > group_statistics(rewards, group_ids).mean
+    group = group_statistics(rewards, group_ids)
+    better = (rewards.double() > group.mean) & ~group.constant  # equal rewards may be above their rounded mean
     if bool(better.all()) or not bool(better.any()):
         return 1.0
     return float(lengths[better].double().mean() / lengths[~better].double().mean().clamp(min=1))

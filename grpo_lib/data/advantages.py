@@ -1,47 +1,196 @@
-"""Rewards of a whole iteration to the per-token advantages that the update reads."""
+"""Rewards of a whole iteration to the per-token advantages, weights and mask that the update reads."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import torch
+from torch import Tensor
 
-from grpo_lib.algorithms.advantages import AdvantageEstimator
-from grpo_lib.data.columns import flat_column, list_array, ragged_column, same_rows
-from grpo_lib.data.ragged import group_statistics, repeat_rows
-from grpo_lib.data.schemas import ADVANTAGES, FLOATS, MASK
-from grpo_lib.errors import RewardError
+from grpo_lib.algorithms.advantages import TokenAdvantages
+from grpo_lib.algorithms.filters import overlong_penalty
+from grpo_lib.algorithms.kl import adaptive_coef
+from grpo_lib.algorithms.registry import Entry, call
+from grpo_lib.algorithms.rollout_correction import correct
+from grpo_lib.data.columns import flat_column, list_array, ragged_column
+from grpo_lib.data.iteration import Iteration, Rows
+from grpo_lib.data.ragged import Ragged, group_statistics, repeat_rows
+from grpo_lib.data.schemas import ADVANTAGE_EXTRAS, ADVANTAGES, FLOATS, MASK
+from grpo_lib.errors import AlgorithmError, RewardError
 
 
-def advantage_table(
-    rollouts: pa.Table, rewards: pa.Table, estimator: AdvantageEstimator
-) -> tuple[pa.Table, dict[str, float]]:
-    """Every token of a response gets the response's advantage where its mask is 1, else 0.
+@dataclass(frozen=True, kw_only=True)
+class KlInReward:
+    """A KL penalty that is taken off the reward of each token."""
 
-    A row whose reward is null belongs to no statistic and its mask is cleared.
+    estimator: Callable[[Tensor, Tensor], Tensor]
+    coef: float
+    """Of this iteration."""
+    target: float | None = None
+    """Adaptive: the KL aimed at; None: the coefficient is fixed."""
+    horizon: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlong:
+    """What becomes of responses that are too long."""
+
+    max_length: int
+    buffer: int | None
+    penalty: float
+    mask_truncated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantagePlan:
+    """What the configuration asks for, as functions and numbers."""
+
+    estimator: Callable[..., Tensor | TokenAdvantages]
+    grouping: Entry[Any]
+    correction: dict[str, Any]
+    """Keyword arguments of ``correct``."""
+    overlong: Overlong
+    kl: KlInReward | None = None
+    metrics: Sequence[tuple[str, Callable[..., float]]] = ()
+    policy_version: int | None = None
+    """Of the policy that learns; None: staleness is not measured."""
+
+
+def advantage_table(data: Iteration, plan: AdvantagePlan) -> tuple[pa.Table, dict[str, float]]:
+    """Advantages, mask and, where there are any, returns and importance weights; with the numbers of the stage.
+
+    A row whose reward is null, or that the filters left out, belongs to no statistic and its mask is cleared. So is the
+    mask of tokens with an infinite log-prob, and of what the rollout correction rejects.
 
     Raises:
         RewardError: no row has a reward.
+        AlgorithmError: nothing is left of the rows, or the estimator can't work with them.
     """
-    same_rows(rollouts, rewards, "reward")
-    values, group_ids = flat_column(rewards, "value"), flat_column(rollouts, "group_id")
-    scored = ~torch.isnan(values)
+    rewards = flat_column(data.rewards, "value").double()
+    scored = ~torch.isnan(rewards)
     if not bool(scored.any()):
-        raise RewardError(f"none of the {len(values)} rewards of the iteration could be computed; see their reasons")
-    known = estimator(values[scored], group_ids[scored])
-    rows = torch.zeros(len(values), dtype=torch.float64)
-    rows[scored] = known
-    mask = ragged_column(rollouts, "response_mask")
-    kept = mask.values * repeat_rows(scored.to(torch.uint8), mask.offsets)
-    tokens = repeat_rows(rows, mask.offsets) * kept
+        raise RewardError(f"none of the {len(rewards)} rewards of the iteration could be computed; see their reasons")
+    used = scored if data.used is None else scored & data.used
+    if data.greedy is not None:
+        used = used & ~torch.isnan(flat_column(data.greedy, "value")[data.prompt_rows])
+    if not bool(used.any()):
+        raise AlgorithmError("no row of the iteration is left: every greedy response's reward, the baseline, is null")
+    summary = {"rows_without_reward": float((~scored).sum())}
+
+    in_loss = used & ~data.truncated if plan.overlong.mask_truncated else used
+    mask, weights, mismatch = _corrected(data, in_loss, plan.correction)
+    summary |= mismatch
+    if plan.policy_version is not None:
+        staleness = plan.policy_version - flat_column(data.rollouts, "policy_version").double()
+        summary |= {"staleness_mean": float(staleness.mean()), "staleness_max": float(staleness.max())}
+
+    penalty = None
+    if plan.kl is not None:
+        penalty, numbers = _kl_penalty(data, mask, plan.kl)
+        summary |= numbers
+    chosen = torch.nonzero(used).squeeze(1)
+    scores = rewards[chosen]
+    if plan.overlong.buffer is not None:
+        longness = {"max_length": plan.overlong.max_length, "buffer": plan.overlong.buffer}
+        shaped = overlong_penalty(mask.lengths[chosen], **longness, penalty=plan.overlong.penalty)
+        summary["overlong_penalty_mean"] = float(shaped.mean())
+        scores = scores + shaped
+    rows = Rows(
+        data,
+        chosen,
+        scores=scores,
+        group_ids=data.group_ids(plan.grouping)[chosen],
+        mask=mask,
+        kl_penalty=penalty,
+        is_weights=weights,
+    )
+    made = call(plan.estimator, rows)
+    summary |= _numbers(rows, made)
+    tokens = _to_tokens(made, rows)
+    rows.advantages = tokens.advantages
+    summary |= {f"metric/{name}": float(call(function, rows)) for name, function in plan.metrics}
+
     columns = {
-        "rollout_id": rollouts.column("rollout_id"),
-        "advantages": list_array(mask.with_values(tokens.float()), FLOATS),
-        "response_mask": list_array(mask.with_values(kept), MASK),
+        "rollout_id": data.rollouts.column("rollout_id"),
+        "advantages": list_array(_of_all(tokens.advantages, chosen, mask), FLOATS),
+        "response_mask": list_array(mask.with_values(mask.values.to(torch.uint8)), MASK),
     }
-    groups = group_statistics(values[scored], group_ids[scored])
-    summary = {
-        "abs_mean": float(known.abs().mean()),
-        "min": float(known.min()),
-        "max": float(known.max()),
-        "rows_without_signal_fraction": float((groups.constant & (known == 0)).double().mean()),
-        "rows_without_reward": float((~scored).sum()),
+    if tokens.returns is not None:
+        columns["returns"] = list_array(_of_all(tokens.returns, chosen, mask), FLOATS)
+    if weights is not None:
+        columns["is_weights"] = list_array(mask.with_values(weights), FLOATS)
+    if data.copies is not None:
+        columns["copies"] = pa.array(data.copies.numpy(), pa.int32())
+    extras = [field for field in ADVANTAGE_EXTRAS if field.name in columns]
+    return pa.table(columns, schema=pa.schema([*ADVANTAGES, *extras])), summary
+
+
+def _corrected(
+    data: Iteration, in_loss: Tensor, settings: dict[str, Any]
+) -> tuple[Ragged, Tensor | None, dict[str, float]]:
+    """The mask after rejection (``bool``), the weights, and the mismatch of engine and trainer.
+
+    In bypass mode nothing is recomputed, so there is nothing to compare: only infinite log-probs are dropped here.
+    """
+    given = ragged_column(data.rollouts, "response_mask")
+    rollout = ragged_column(data.rollouts, "rollout_logprobs").values
+    mask = given.values.bool() & repeat_rows(in_loss, given.offsets)
+    if data.old is None:
+        finite = rollout.isfinite()
+        dropped = {"mismatch/nonfinite_tokens": float((mask & ~finite).sum())}
+        return given.with_values(mask & finite), None, dropped
+    old = ragged_column(data.old, "old_logprobs").values
+    result = correct(old, rollout, mask, given.offsets, **settings)
+    return (
+        given.with_values(result.mask),
+        result.weights,
+        {f"mismatch/{name}": value for name, value in result.metrics.items()},
+    )
+
+
+def _kl_penalty(data: Iteration, mask: Ragged, kl: KlInReward) -> tuple[Tensor, dict[str, float]]:
+    """Coefficient times KL of every token, ``float64[N]``, and the coefficient of the next iteration."""
+    anchor = ("rollout_logprobs", data.rollouts) if data.old is None else ("old_logprobs", data.old)
+    assert data.ref is not None, "a KL in the reward needs ref_logprobs"
+    old, ref = ragged_column(anchor[1], anchor[0]).values, ragged_column(data.ref, "ref_logprobs").values
+    values = kl.estimator(old.double(), ref.double()).masked_fill(~mask.values, 0.0)
+    mean = float(values.sum() / max(1, int(mask.values.sum())))
+    following = kl.coef
+    if kl.target is not None:
+        following = adaptive_coef(kl.coef, mean, mask.rows, target=kl.target, horizon=kl.horizon)
+    return kl.coef * values, {"kl_in_reward": mean, "kl_coef": kl.coef, "next_kl_coef": following}
+
+
+def _numbers(rows: Rows, made: Tensor | TokenAdvantages) -> dict[str, float]:
+    """Of outcome advantages per row, of token advantages per token with mask 1."""
+    values = made if isinstance(made, Tensor) else made.advantages[rows.mask]
+    if len(values) == 0:
+        values = torch.zeros(1)
+    constant = group_statistics(rows.rewards, rows.group_ids).constant
+    if isinstance(made, Tensor):
+        constant = constant & (made == 0)
+    return {
+        "abs_mean": float(values.abs().mean()),
+        "min": float(values.min()),
+        "max": float(values.max()),
+        "rows_without_signal_fraction": float(constant.double().mean()),
     }
-    return pa.table(columns, schema=ADVANTAGES), summary
+
+
+def _to_tokens(made: Tensor | TokenAdvantages, rows: Rows) -> TokenAdvantages:
+    """A row's advantage at each of its tokens with mask 1."""
+    if isinstance(made, TokenAdvantages):
+        return made
+    return TokenAdvantages(advantages=repeat_rows(made.float(), rows.offsets) * rows.mask)
+
+
+def _of_all(values: Tensor, chosen: Tensor, all_rows: Ragged) -> Ragged:
+    """Values of the chosen rows at their places among all rows; 0 elsewhere."""
+    if len(chosen) == all_rows.rows:
+        return all_rows.with_values(values.float())
+    taking_part = torch.zeros(all_rows.rows, dtype=torch.bool)
+    taking_part[chosen] = True
+    result = torch.zeros(len(all_rows.values))
+    result[repeat_rows(taking_part, all_rows.offsets)] = values.float()
+    return all_rows.with_values(result)

@@ -86,12 +86,12 @@ def split_of(dataset: pa.Table, split: str) -> pa.Table:
     return dataset.filter(pc.equal(dataset.column("split"), split)).combine_chunks()
 
 
-def take_prompts(train: pa.Table, *, iteration: int, count: int, seed: int) -> pa.Table:
-    """The prompts of an iteration: the next ``count`` of an endless sequence of shuffled epochs.
+def take_prompts(train: pa.Table, *, batch: int, count: int, seed: int) -> pa.Table:
+    """Batch number ``batch`` of ``count`` prompts, from an endless sequence of shuffled epochs.
 
-    The place in the sequence follows from the iteration, so that nothing is repeated or skipped on resume.
+    The place in the sequence follows from the number, so that nothing is repeated or skipped on resume.
     """
-    positions = np.arange(iteration * count, (iteration + 1) * count)
+    positions = np.arange(batch * count, (batch + 1) * count)
     epochs = positions // train.num_rows
     rows = np.empty(count, dtype=np.int64)
     for epoch in np.unique(epochs):

@@ -121,7 +121,7 @@ def reverse_scan(values: Tensor, offsets: Tensor, decay: float) -> Tensor:
     for rows in row_blocks(offsets):
         tokens = slice(int(offsets[rows.start]), int(offsets[rows.stop]))
         inside = offsets[rows.start : rows.stop + 1] - tokens.start
-        y = values[tokens].double()
+        y = values[tokens].to(torch.float64, copy=True)  # worked on in place
         left = repeat_rows(inside[1:], inside) - torch.arange(len(y), device=y.device)  # to the row's end
         step, factor = 1, float(decay)
         longest = int(inside.diff().max()) if len(y) else 0

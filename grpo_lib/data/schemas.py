@@ -61,16 +61,31 @@ REWARDS = pa.schema(
 )
 
 OLD_LOGPROBS = pa.schema({"rollout_id": pa.string(), "old_logprobs": FLOATS, "entropy": FLOATS})
+# sum_v pi_old(v)^2 of each token, where the estimator wants it.
+SUM_SQUARED_PROBS = pa.field("sum_squared_probs", FLOATS)
 
 REF_LOGPROBS = pa.schema({"rollout_id": pa.string(), "ref_logprobs": FLOATS})
+
+SELECTION = pa.schema(
+    {
+        "rollout_id": pa.string(),
+        "used": pa.bool_(),  # belongs to the iteration: its group, the statistics, the scoring
+        "copies": pa.int32(),  # how often the row takes part in the update
+        "reason": pa.string(),  # what took it out
+    }
+)
+
+VALUES = pa.schema({"rollout_id": pa.string(), "values": FLOATS})
 
 ADVANTAGES = pa.schema(
     {
         "rollout_id": pa.string(),
         "advantages": FLOATS,
-        "response_mask": MASK,  # after rows without a reward were taken out
+        "response_mask": MASK,  # after rows without a reward, and what the rollout correction rejects, were taken out
     }
 )
+# Columns that the advantages have where the algorithm makes them.
+ADVANTAGE_EXTRAS = pa.schema({"returns": FLOATS, "is_weights": FLOATS, "copies": pa.int32()})
 
 UPDATES = pa.schema(
     {

@@ -18,7 +18,8 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from grpo_lib.errors import ModelError
 from grpo_lib.generation.base import Generated, Sampling
 from grpo_lib.generation.cache import GROUPED_SDPA, RoomyCache, as_additive, use_grouped_attention
-from grpo_lib.generation.sampling import choose, uniforms
+from grpo_lib.generation.sampling import choose
+from grpo_lib.seeds import uniforms
 from grpo_lib.training.digest import HEAD, weights_digest
 
 SPARE_TOKENS = 128

@@ -23,11 +23,14 @@ from grpo_lib.generation.base import Engine
 from grpo_lib.generation.local import LocalEngine
 from grpo_lib.models import load_model, load_tokenizer
 from grpo_lib.placement.devices import torch_device
+from grpo_lib.plugins import load_plugins
 from grpo_lib.progress import progress
+from grpo_lib.recipe import full_kl
 from grpo_lib.run import Run
 from grpo_lib.storage.keys import ConfigView
 from grpo_lib.storage.stages import ArtifactRef, InputRef, Manifest, stage_key
 from grpo_lib.training.checkpoints import CHECKPOINT
+from grpo_lib.training.critic import Critic
 from grpo_lib.training.digest import weights_digest
 from grpo_lib.training.microbatches import Sequences
 from grpo_lib.training.scoring import score
@@ -46,6 +49,7 @@ class Workers:
     """
 
     def __init__(self, run: Run, initial: ArtifactRef) -> None:
+        load_plugins(run.config.algorithm.plugins)
         self._run = run
         self._initial = initial
         self._trainer_lock = threading.RLock()
@@ -79,10 +83,19 @@ class Workers:
             decay_steps=config.decay_steps,
             dtype=DTYPES[config.model.dtype],
             max_tokens=config.trainer.max_tokens,
+            reference=self._reference if full_kl(config.algorithm) and config.algorithm.kl.coef else None,
+            critic=self._critic(),
         )
         self._held = self._initial.key
         self._check_digest(trainer, self._run.stages.manifest(self._initial))
         return trainer
+
+    def _critic(self) -> Critic | None:
+        config = self._run.config
+        if config.critic is None:
+            return None
+        model = load_model(str(self._folder), torch.float32, str(self.device))
+        return Critic(model, config.critic, autocast=self._autocast, max_tokens=config.trainer.max_tokens)
 
     @cached_property
     def _engine(self) -> LocalEngine:
@@ -200,12 +213,16 @@ class Workers:
         return self._run.stages.manifest(policy)
 
     def _check_digest(self, trainer: TorchTrainer, policy: Manifest) -> None:
-        found, recorded = trainer.digest(), policy.summary["policy_digest"]
+        found, recorded = trainer.digest(), str(policy.summary["policy_digest"])
+        what = "policy"
+        if found == recorded and "critic_digest" in policy.summary:
+            found, recorded = str(trainer.critic_digest()), str(policy.summary["critic_digest"])
+            what = "critic"
         if found != recorded:
             raise ReplayError(
-                f"the policy of {policy.path} was recorded with digest {str(recorded)[:16]}, restored it has "
-                f"{found[:16]}. Exact replay needs the package versions of then ({policy.packages}), the same kind of "
-                "processor and placement.threads; elsewhere go on in a new run with model.path=<checkpoint folder>"
+                f"the {what} of {policy.path} was recorded with digest {recorded[:16]}, restored it has {found[:16]}. "
+                f"Exact replay needs the package versions of then ({policy.packages}), the same kind of processor and "
+                "placement.threads; elsewhere go on in a new run with model.path=<checkpoint folder>"
             )
 
 

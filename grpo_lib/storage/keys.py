@@ -5,12 +5,12 @@ reward leaves the rollouts alone; and the body only gets a ``ConfigView`` of tha
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from grpo_lib.config import RunConfig
 from grpo_lib.storage.manifests import ArtifactRef, canonical_json
@@ -85,7 +85,7 @@ def stage_key(
     """sha256 (64 hex digits) of everything that a stage's result depends on; the order of the inputs counts.
 
     Args:
-        external: digests of what the stage reads outside the store, by name.
+        external: what else the result depends on, by name: digests of files, a column asked for.
     """
     identity = {
         "stage": spec.name,
@@ -115,6 +115,4 @@ def _lookup(config: RunConfig, path: str) -> Any:
 
 
 def _json_value(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    return json.loads(json.dumps(value))
+    return to_jsonable_python(value)

@@ -27,20 +27,65 @@ class UpdateBatch:
     """``float32[N]``, with a KL penalty."""
     group_ids: Tensor
     """``int64[B]``: a mini-batch is whole groups."""
+    row_seeds: Tensor
+    """``int64[B]``: for whatever is drawn for a token; the row's own wherever it stands."""
+    is_weights: Ragged | None = None
+    """``float32[N]``: importance weights of the rollout correction."""
+    values: Ragged | None = None
+    """``float32[N]``: of the critic before the update."""
+    returns: Ragged | None = None
+    """``float32[N]``: what the critic learns."""
+
+    def gather(self, rows: Tensor) -> "UpdateBatch":
+        """The given rows, in the given order; a row may be taken several times."""
+
+        def take(column: Ragged | None) -> Ragged | None:
+            return None if column is None else column.gather(rows)
+
+        return UpdateBatch(
+            sequences=self.sequences.gather(rows),
+            mask=self.mask.gather(rows),
+            old_logprobs=self.old_logprobs.gather(rows),
+            advantages=self.advantages.gather(rows),
+            ref_logprobs=take(self.ref_logprobs),
+            group_ids=self.group_ids[rows],
+            row_seeds=self.row_seeds[rows],
+            is_weights=take(self.is_weights),
+            values=take(self.values),
+            returns=take(self.returns),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlTerm:
+    """The KL penalty in the loss."""
+
+    coef: float
+    estimator: Callable[[Tensor, Tensor], Tensor] | None
+    """``(logprobs, ref_logprobs)``, each ``[n]``; None: exact, from the logits of policy and reference."""
+    straight_through: bool = False
+    """Of the exact one: its value with the gradient of k2."""
+    importance: bool = False
+    """Times the ratio to the old policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The loss as functions and numbers: ``agg(policy_loss) - entropy_coef agg(entropy) + kl_coef agg(kl)``."""
+    """The loss as functions and numbers: ``agg(policy_loss) - entropy_coef agg(entropy) + kl.coef agg(kl)``."""
 
-    policy_loss: Callable[[Tensor, Tensor, Tensor], PolicyLoss]
-    """``(logprobs, old_logprobs, advantages)``, each ``[n]``."""
+    policy_loss: Callable[..., PolicyLoss]
+    """Of the columns in ``algorithms.losses.LOSSES`` that its positional parameters name."""
     aggregation: Callable[[Tensor, Tensor], Tensor]
     """``(mask [N], offsets [B+1])`` of the whole mini-batch -> weight of each token, ``[N]``."""
-    kl: Callable[[Tensor, Tensor], Tensor]
-    kl_coef: float
-    entropy_coef: float
     temperature: float
+    kl: KlTerm | None = None
+    entropy_coef: float = 0.0
+    select: Callable[..., Tensor] | None = None
+    """Chooses tokens of the whole mini-batch before the first backward pass: the loss's helper."""
+    zero_without_advantage: bool = True
+    """Rows of zero advantages have no gradient of the policy loss."""
+    correction: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
+    """Bypass mode: ``(log ratio to the engine [n], offsets [b+1])`` -> tokens kept ``bool[n]``, weights ``[n]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +121,16 @@ class Trainer(Protocol):
 
     optimizer_step: int
 
+    def values(self, sequences: Sequences) -> Ragged:
+        """The critic's value before each response token, without gradient."""
+        ...
+
     def digest(self) -> str:
-        """Digest of the weights."""
+        """Digest of the policy's weights."""
+        ...
+
+    def critic_digest(self) -> str | None:
+        """Digest of the critic's weights; None without a critic."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -86,6 +139,10 @@ class Trainer(Protocol):
 
     def logprobs(self, sequences: Sequences, temperature: float) -> tuple[Ragged, Ragged]:
         """Log-probs and entropies of the response tokens under the current policy, without gradient."""
+        ...
+
+    def sum_squared_probs(self, sequences: Sequences, temperature: float) -> Ragged:
+        """``sum_v pi(v)^2`` at each response token, without gradient."""
         ...
 
     def update(self, batch: UpdateBatch, objective: Objective, batching: Batching) -> list[StepMetrics]:

@@ -5,24 +5,30 @@ from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import torch
 
 from grpo_lib.algorithms.aggregation import AGGREGATIONS
-from grpo_lib.algorithms.kl import KL_ESTIMATORS
+from grpo_lib.algorithms.kl import kl_estimator
 from grpo_lib.algorithms.losses import LOSSES
+from grpo_lib.algorithms.rollout_correction import correct_rows
+from grpo_lib.config_algorithm import AlgorithmConfig
 from grpo_lib.data.columns import flat_column, ragged_column, same_rows
+from grpo_lib.data.ragged import Ragged
 from grpo_lib.data.schemas import UPDATES
+from grpo_lib.recipe import aggregation_of, correction_of, full_kl
 from grpo_lib.seeds import derive_seed
 from grpo_lib.storage.keys import StageSpec
 from grpo_lib.storage.stages import ArtifactRef, StageStore
-from grpo_lib.training.base import Batching, Objective, StepMetrics, Trainer, UpdateBatch
+from grpo_lib.training.base import Batching, KlTerm, Objective, StepMetrics, Trainer, UpdateBatch
 from grpo_lib.training.microbatches import Sequences
 
 UPDATE = StageSpec(
     name="update",
-    version=1,
+    version=2,
     reads=(
         "algorithm",
         "trainer",
+        "critic",
         "decay_steps",
         "model.dtype",
         "rollout.temperature",
@@ -54,46 +60,75 @@ def run_update(
 
 def objective(config: Any) -> Objective:
     """The configured loss as functions of tensors."""
-    algorithm = config.algorithm
-    aggregate = AGGREGATIONS[algorithm.aggregation]
+    algorithm: AlgorithmConfig = config.algorithm
+    loss, aggregate = LOSSES[algorithm.loss], AGGREGATIONS[aggregation_of(algorithm)].function
+    correction = None
+    if algorithm.old_logprobs == "bypass" and algorithm.rollout_correction.active:
+        correction = partial(correct_rows, **correction_of(algorithm.rollout_correction))
     return Objective(
-        policy_loss=partial(
-            LOSSES[algorithm.loss],
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-        ),
+        policy_loss=loss.bind(algorithm.loss_options, "algorithm.loss_options"),
+        select=loss.bind_helper(algorithm.loss_options, "algorithm.loss_options"),
+        zero_without_advantage=bool(loss.traits.get("zero_without_advantage", True)),
         aggregation=lambda mask, offsets: aggregate(mask, offsets, config.rollout.max_new_tokens),
-        kl=KL_ESTIMATORS[algorithm.kl.estimator],
-        kl_coef=algorithm.kl.coef,
+        kl=_kl_term(algorithm),
         entropy_coef=algorithm.entropy_coef,
         temperature=config.rollout.temperature,
+        correction=correction,
+    )
+
+
+def _kl_term(algorithm: AlgorithmConfig) -> KlTerm | None:
+    kl = algorithm.kl
+    if kl.coef == 0 or kl.place != "loss":
+        return None
+    return KlTerm(
+        coef=kl.coef,
+        estimator=None if full_kl(algorithm) else kl_estimator(kl.estimator),
+        straight_through=kl.estimator.endswith("+"),
+        importance=kl.importance,
     )
 
 
 def update_batch(stages: StageStore, inputs: Sequence[ArtifactRef]) -> UpdateBatch:
-    """Joins the datasets of one iteration by position."""
+    """Joins the datasets of one iteration by position; rows that the filters drew several times stand several times."""
 
     def read(stage: str) -> pa.Table | None:
         refs = [ref for ref in inputs if ref.stage == stage]
         return stages.table(refs) if refs else None
 
     prompts, rollouts, advantages = read("prompts"), read("rollout"), read("advantage")
-    old, ref = read("old_logprobs"), read("ref_logprobs")
+    old, ref, values = read("old_logprobs"), read("ref_logprobs"), read("values")
     assert prompts is not None, "no prompts among the inputs"
     assert rollouts is not None, "no rollouts among the inputs"
     assert advantages is not None, "no advantages among the inputs"
-    for table, name in ((advantages, "advantage"), (old, "old_logprobs"), (ref, "ref_logprobs")):
+    for table, name in (
+        (advantages, "advantage"),
+        (old, "old_logprobs"),
+        (ref, "ref_logprobs"),
+        (values, "values"),
+    ):
         if table is not None:
             same_rows(rollouts, table, name)
-    return UpdateBatch(
+
+    def optional(table: pa.Table | None, name: str) -> Ragged | None:
+        return None if table is None or name not in table.column_names else ragged_column(table, name)
+
+    batch = UpdateBatch(
         sequences=sequences(prompts, rollouts),
         mask=ragged_column(advantages, "response_mask"),
         advantages=ragged_column(advantages, "advantages"),
         old_logprobs=ragged_column(rollouts, "rollout_logprobs") if old is None else ragged_column(old, "old_logprobs"),
-        ref_logprobs=None if ref is None else ragged_column(ref, "ref_logprobs"),
+        ref_logprobs=optional(ref, "ref_logprobs"),
         group_ids=flat_column(rollouts, "group_id"),
+        row_seeds=flat_column(rollouts, "seed"),
+        is_weights=optional(advantages, "is_weights"),
+        values=optional(values, "values"),
+        returns=optional(advantages, "returns"),
     )
+    if "copies" not in advantages.column_names:
+        return batch
+    copies = flat_column(advantages, "copies").long()
+    return batch.gather(torch.repeat_interleave(torch.arange(len(copies)), copies))
 
 
 def sequences(prompts: pa.Table, rollouts: pa.Table) -> Sequences:

@@ -16,7 +16,8 @@ from transformers import (
 from grpo_lib.errors import ModelError
 from grpo_lib.generation.base import Sampling
 from grpo_lib.generation.local import LocalEngine
-from grpo_lib.generation.sampling import choose, uniforms
+from grpo_lib.generation.sampling import choose
+from grpo_lib.seeds import uniforms
 from grpo_lib.training.digest import weights_digest
 
 VOCABULARY = 19

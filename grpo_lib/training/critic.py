@@ -1,0 +1,124 @@
+"""The critic of PPO: a copy of the policy's backbone with a value head, its own optimizer and its own state."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from grpo_lib.algorithms.losses import value_loss
+from grpo_lib.config import CriticConfig
+from grpo_lib.data.ragged import Ragged
+from grpo_lib.training.digest import weights_digest
+from grpo_lib.training.logprobs import response_states
+from grpo_lib.training.microbatches import MicroBatch, Sequences
+from grpo_lib.training.scoring import score_tokens
+
+
+class Critic:
+    """Predicts, before each response token, the return from there on.
+
+    Args:
+        model: the policy to start from, for the critic alone; its language-model head is not used.
+        settings: of its optimizer.
+        autocast: dtype of the passes through the backbone, or None.
+        max_tokens: padded tokens a micro-batch when scoring.
+    """
+
+    def __init__(self, model: Any, settings: CriticConfig, *, autocast: torch.dtype | None, max_tokens: int) -> None:
+        self.model = model.eval()
+        self.device = next(model.parameters()).device
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, device=self.device)
+        nn.init.zeros_(self.head.weight)  # every value starts at 0, whatever the backbone
+        self.settings = settings
+        self.autocast = autocast
+        self.max_tokens = max_tokens
+        self._first = {name: tensor.detach().cpu().clone() for name, tensor in self.weights().items()}
+        self._optimizer = self._fresh_optimizer()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Of backbone and head, by name; views."""
+        tied = set(self.model.all_tied_weights_keys or ())
+        backbone = {name: each for name, each in self.model.state_dict().items() if name not in tied}
+        return backbone | {"value_head.weight": self.head.weight.detach()}
+
+    def digest(self) -> str:
+        return weights_digest(self.weights())
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*self.model.base_model.parameters(), self.head.weight]
+
+    def _fresh_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self._parameters(), lr=self.settings.lr, weight_decay=0.0, fused=True)
+
+    def predict(self, batch: MicroBatch) -> Tensor:
+        """``float32[n]``, differentiable."""
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            hidden = response_states(self.model, batch)
+        return torch.nn.functional.linear(hidden.float(), self.head.weight).squeeze(-1)
+
+    def values(self, sequences: Sequences) -> Ragged:
+        """``float32[N]`` of all response tokens, without gradient."""
+        (result,) = score_tokens(
+            lambda batch: (self.predict(batch),),
+            sequences,
+            device=self.device,
+            max_tokens=self.max_tokens,
+            autocast=None,
+        )
+        return result
+
+    def backward(
+        self, batch: MicroBatch, taken: Tensor, old: Tensor, returns: Tensor, weights: Tensor
+    ) -> tuple[float, Tensor]:
+        """Adds a micro-batch's gradient. Of the tokens ``taken bool[n]``: old values, returns and aggregation weights.
+
+        Returns:
+            The micro-batch's share of the loss, and the predicted values of the tokens taken.
+        """
+        values = self.predict(batch)[taken]
+        loss = (weights * value_loss(values, old, returns, clip=self.settings.value_clip)).sum()
+        loss.backward()
+        return float(loss.detach()), values.detach()
+
+    def step(self) -> float:
+        """An optimizer step with the gradient so far, unless that is not finite; its norm."""
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters(), self.settings.max_grad_norm)
+        if bool(torch.isfinite(norm)):
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def save(self, folder: Path) -> None:
+        save_file(
+            {name: each.cpu().contiguous() for name, each in self.weights().items()}, folder / "critic.safetensors"
+        )
+        moments = {
+            f"{number}/{key}": value.detach().cpu().contiguous()
+            for number, state in self._optimizer.state_dict()["state"].items()
+            for key, value in state.items()
+        }
+        save_file(moments, folder / "critic_optimizer.safetensors")
+
+    def restore(self, folder: Path) -> None:
+        self._load(load_file(folder / "critic.safetensors"))
+        moments = load_file(folder / "critic_optimizer.safetensors")
+        for number, parameter in enumerate(self._parameters()):
+            prefix = f"{number}/"
+            state = {key.removeprefix(prefix): value for key, value in moments.items() if key.startswith(prefix)}
+            if state:
+                self._optimizer.state[parameter] = {key: value.to(self.device) for key, value in state.items()}
+
+    def reset(self) -> None:
+        """As it was made."""
+        self._load(self._first)
+
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        backbone = {name: each for name, each in weights.items() if name != "value_head.weight"}
+        missing, unexpected = self.model.load_state_dict(backbone, strict=False)
+        assert not unexpected, f"not of this critic: {unexpected}"
+        assert set(missing) <= set(self.model.all_tied_weights_keys or ()), f"not among the weights: {missing}"
+        with torch.no_grad():
+            self.head.weight.copy_(weights["value_head.weight"])
+        self._optimizer = self._fresh_optimizer()
