@@ -1,12 +1,14 @@
 """Writes the reference pages that come from the code: `python docs/generate.py`. A test holds them to it."""
 
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic_core import PydanticUndefined
 
+from grpo_lib.catalogue import listings, type_text
 from grpo_lib.config import CountdownData, ExpressionsData, Gsm8kData, RunConfig, Section
+from grpo_lib.config_algorithm import PRESETS
+from grpo_lib.recipe import REGISTRIES
 from grpo_lib.tracking.metrics import DESCRIPTIONS
 
 HERE = Path(__file__).parent
@@ -22,9 +24,8 @@ def configuration() -> str:
             if _section_of(field.annotation) or name == "data":
                 continue
             default = "required" if field.default is PydanticUndefined else f"`{field.default}`"
-            values = [_type(field.annotation), *(_bound(each) for each in field.metadata)]
             meaning = (field.description or "").replace("|", "\\|")
-            lines.append(f"| `{name}` | {default} | {', '.join(filter(None, values))} | {meaning} |")
+            lines.append(f"| `{name}` | {default} | {type_text(field.annotation, field.metadata)} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -51,32 +52,60 @@ def _sections(section: type[Section], title: str) -> list[tuple[type[Section], s
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, or of which it holds a list."""
     for each in (annotation, *get_args(annotation)):
         if isinstance(each, type) and issubclass(each, Section):
             return each
     return None
 
 
-def _type(annotation: Any) -> str:
-    if get_origin(annotation) in (Union, UnionType):
-        return " or ".join(_type(each) for each in get_args(annotation))
-    if get_origin(annotation) is Annotated:
-        return _type(get_args(annotation)[0])
-    if annotation is type(None):
-        return "null"
-    if get_args(annotation) and get_origin(annotation) is not list:
-        return ", ".join(f"`{each}`" for each in get_args(annotation))
-    return f"list of {_type(get_args(annotation)[0])}" if get_args(annotation) else annotation.__name__
+def algorithms() -> str:
+    """Every function that a configuration can name, from the registries."""
+    lines = [(HERE / "algorithms.head.md").read_text(encoding="utf-8").rstrip(), ""]
+    for setting, registry in REGISTRIES.items():
+        known = [each for each in listings() if each.setting == f"algorithm.{setting}"]
+        lines += [f"## `algorithm.{setting}`: {registry.kind}s", "", ABOUT[setting], ""]
+        lines += ["| column | what it is |", "|---|---|"]
+        lines += [f"| `{name}` | {text} |" for name, text in registry.columns.items()]
+        for each in known:
+            also = f" (also {', '.join(f'`{alias}`' for alias in each.aliases)})" if each.aliases else ""
+            lines += ["", f"### `{each.name}`{also}", "", f"    {each.formula}", ""]
+            lines += [f"{each.use[0].upper()}{each.use[1:]}. {_source(each.paper)}", ""]
+            lines += [f"- function: `{each.function}`", f"- columns: {', '.join(f'`{name}`' for name in each.columns)}"]
+            if each.aggregation is not None:
+                lines += [f"- aggregation unless another is named: `{each.aggregation}`"]
+            for option in each.options:
+                lines += [f"- option `{option.name}` = `{option.default}` ({option.type}): {option.meaning}"]
+        lines += [""]
+    lines += ["## `algorithm.rollout_correction.preset`", "", "| preset | old log-probs | loss | correction |"]
+    lines += ["|---|---|---|---|"]
+    lines += [f"| `{name}` | {mode} | `{loss}` | {_correction(c)} |" for name, (mode, loss, c) in PRESETS.items()]
+    return "\n".join([*lines, ""])
 
 
-def _bound(constraint: Any) -> str:
-    for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
-        if hasattr(constraint, name):
-            return f"{sign} {getattr(constraint, name)}"
-    return ""
+ABOUT = {
+    "advantage": "Computed over the whole iteration, in float64, before any shuffling or splitting.",
+    "loss": "Per token, of the tokens with mask 1; importance weights multiply them, an aggregation adds them up.",
+    "aggregation": "Weights of the tokens over the whole mini-batch; micro-batches and ranks only add their terms.",
+    "kl.estimator": "With `x = logprobs - ref_logprobs`. Any name with `+` has the gradient of `k2`, the unbiased one.",
+    "grouping": "From columns of the prompts to group ids.",
+    "filters": "Run in order; while too few prompts are left, more are drawn (`rollout.max_gen_batches`).",
+    "metrics": "More numbers of an iteration, logged as `advantage/metric/<name>`.",
+}
 
 
-PAGES = {"configuration.md": configuration, "metrics.md": metrics}
+def _source(paper: str) -> str:
+    return "" if paper == "-" else f"{paper}."
+
+
+def _correction(settings: dict[str, Any]) -> str:
+    parts = [f"weights by {settings['rollout_is']}"] if "rollout_is" in settings else []
+    parts += [f"{rule['kind']} in [{rule['lower']}, {rule['upper']}]" for rule in settings.get("rejection", [])]
+    parts += [f"veto below {settings['token_veto_threshold']}"] if "token_veto_threshold" in settings else []
+    return ", ".join(parts) or "none, the mismatch is measured"
+
+
+PAGES = {"configuration.md": configuration, "metrics.md": metrics, "algorithms.md": algorithms}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

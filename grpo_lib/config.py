@@ -234,7 +234,7 @@ class EvaluationConfig(Section):
     prompts: int = Field(1024, ge=1, description="Held-out prompts, from the first.")
     samples: int = Field(2, ge=0, description="Sampled responses a prompt, at the rollout temperature; 0: greedy only.")
     greedy: bool = Field(True, description="Also one response of the most likely tokens.")
-    pass_k: list[int] = Field([1, 2], description="The k of pass@k; at most `samples`.")
+    pass_k: list[int] = Field([1, 2], description="The k of pass@k and maj@k; at most `samples`.")
 
     @model_validator(mode="after")
     def _something_to_do(self) -> "EvaluationConfig":

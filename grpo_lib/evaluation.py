@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from grpo_lib.algorithms.evaluation import pass_at_k, standard_error
+from grpo_lib.algorithms.evaluation import maj_at_k, pass_at_k, standard_error
 from grpo_lib.data.columns import list_array, ragged_column
 from grpo_lib.data.ragged import Ragged
 from grpo_lib.data.schemas import EVALUATION, TOKENS
@@ -62,16 +62,18 @@ def evaluate_mode(
         "finish_reason": generated.column("finish_reason"),
         "value": rewards.column("value"),
         "correct": pa.array([None if each is None else each >= 1.0 for each in correct], type=pa.bool_()),
+        "answer": pa.array(scores.answers, type=pa.string()),
         "reason": rewards.column("reason"),
     }
     return pa.table(columns, schema=EVALUATION)
 
 
 def evaluation_summary(table: pa.Table, ks: Sequence[int]) -> dict[str, float]:
-    """Accuracy with its standard error over prompts, pass@k, reward, length and truncation; by mode and source.
+    """Accuracy (mean@n) with its standard error over prompts, pass@k, maj@k, reward, length and truncation.
 
-    Names are ``sampled_accuracy``, ``greedy_length_mean``, ``pass_at_2`` ...; with several sources also
-    ``<source>/sampled_accuracy`` ... Responses whose reward could not be computed are left out and counted.
+    By mode and source. Names are ``sampled_accuracy``, ``greedy_length_mean``, ``pass_at_2``, ``maj_at_2`` ...; with
+    several sources also ``<source>/sampled_accuracy`` ... Responses whose reward could not be computed are left out and
+    counted.
     """
     summary = _of_rows(table, ks)
     sources = pc.unique(table.column("data_source")).to_pylist()
@@ -105,4 +107,17 @@ def _of_rows(table: pa.Table, ks: Sequence[int]) -> dict[str, float]:
                 enough = count >= k
                 if enough.any():
                     summary[f"pass_at_{k}"] = float(pass_at_k(count[enough], correct[enough], k).mean())
+            summary |= _majority(judged, ks)
     return summary
+
+
+def _majority(judged: pa.Table, ks: Sequence[int]) -> dict[str, float]:
+    """maj@k for k above 1, where the reward function says what a response answers."""
+    if judged.column("answer").null_count == judged.num_rows:
+        return {}
+    ordered = judged.sort_by("sample")
+    prompts = ordered.column("prompt_id").combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
+    answers = ordered.column("answer").combine_chunks().dictionary_encode().indices.fill_null(-1).to_numpy()
+    correct = ordered.column("correct").to_numpy().astype(bool)
+    votes = (prompts, answers.astype(np.int64), correct)
+    return {f"maj_at_{k}": float(maj_at_k(*votes, k).mean()) for k in ks if k > 1}

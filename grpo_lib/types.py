@@ -36,6 +36,8 @@ class RewardResult:
     """The reward."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts, kept as data. ``correct`` (0 or 1) is what evaluation counts."""
+    answer: str | None = field(default=None, compare=False)
+    """What the response answers, in one spelling: samples that answer the same vote together in maj@k."""
 
 
 RewardFunction = Callable[[Sample], "RewardResult | float | None"]

@@ -13,7 +13,7 @@ from tasks.dataset import split
 
 EVALUATE = StageSpec(
     name="evaluate",
-    version=1,
+    version=2,
     reads=(
         "evaluation.prompts",
         "evaluation.samples",

@@ -10,14 +10,30 @@ from flows.cli.training import Endpoint, Json, RunName, Store, run_name
 
 def show(
     run: Annotated[
-        str | None, typer.Argument(help="Name of the run; without it: all runs.", show_default=False, callback=run_name)
+        str | None,
+        typer.Argument(
+            help="Name of the run; `algorithms`: what `algorithm` can name; nothing: all runs.",
+            show_default=False,
+            callback=run_name,
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="With `algorithms`: a kind or a name, e.g. loss or rloo.", show_default=False)
     ] = None,
     iteration: Annotated[int | None, typer.Option("-k", "--iteration", min=0, help="Only this iteration.")] = None,
+    plugin: Annotated[
+        list[str] | None, typer.Option(help="With `algorithms`: a module of your own that registers more.")
+    ] = None,
     store: Store = "grpo-store",
     endpoint_url: Endpoint = None,
     as_json: Json = False,
 ) -> None:
-    """Summary of a run: its stages, seconds, what was computed or taken from other runs, and accuracy."""
+    """A run's stages, seconds, what was taken from other runs, and accuracy; or the known algorithms."""
+    if run == "algorithms":
+        _show_algorithms(name, plugin or [], as_json)
+        return
+    if name is not None or plugin:
+        raise typer.BadParameter("a second name and --plugin go with `grpo show algorithms`")
     from grpo_lib.config_files import make_store_config
     from grpo_lib.run import load_run, run_names
     from grpo_lib.storage.objects import open_store
@@ -32,6 +48,42 @@ def show(
         _show_iteration(loaded, iteration, as_json)
         return
     _show_run(loaded, as_json)
+
+
+def _show_algorithms(name: str | None, plugins: list[str], as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from grpo_lib.algorithms.registry import nearest
+    from grpo_lib.catalogue import listings
+    from grpo_lib.errors import ConfigError
+    from grpo_lib.plugins import load_plugins
+
+    load_plugins(plugins)
+    known = list(listings())
+    chosen = [each for each in known if name in (None, each.name, each.setting.split(".")[1], *each.aliases)]
+    if not chosen:
+        names = [label for each in known for label in (each.name, each.setting.split(".")[1])]
+        raise ConfigError(f"no algorithm is called {name!r}; {nearest(str(name), dict.fromkeys(names))}")
+    if as_json:
+        typer.echo(json.dumps([asdict(each) for each in chosen]))
+        return
+    from rich.markup import escape
+
+    from flows.cli.console import console
+
+    setting = None
+    for each in chosen:
+        if each.setting != setting:
+            setting = each.setting
+            console.print(f"\n[bold underline]{setting}[/]" + (" (each also with +)" if "kl" in setting else ""))
+        also = f" (also {', '.join(each.aliases)})" if each.aliases else ""
+        console.print(f"[bold cyan]{each.name}[/]{also}  {escape(each.formula)}")
+        console.print(f"    {escape(each.use)}", style="dim")
+        console.print(f"    {escape(each.paper)}", style="dim italic", highlight=False)
+        if each.aggregation is not None:
+            console.print(f"    aggregation: {each.aggregation} unless another is named")
+        for option in each.options:
+            console.print(f"    {option.name} = {option.default}  [dim]{escape(f'{option.type}: {option.meaning}')}[/]")
 
 
 def _show_run(run: Any, as_json: bool) -> None:

@@ -64,7 +64,7 @@ ADVANTAGES: Registry[Callable[..., Tensor | TokenAdvantages]] = Registry(
 @ADVANTAGES.register(
     "grpo",
     formula="(R - mean_g) / (std_g + 1e-6)",
-    paper="Shao et al. 2024, DeepSeekMath, section 4.1",
+    paper="Shao et al. 2024, DeepSeekMath, section 4.1, arXiv:2402.03300",
     use="the default: no critic, a group of responses is the baseline",
 )
 def grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 @ADVANTAGES.register(
     "dr_grpo",
     formula="R - mean_g",
-    paper="Liu et al. 2025, Understanding R1-Zero-like training (Dr. GRPO), section 3.2",
+    paper="Liu et al. 2025, Understanding R1-Zero-Like Training (Dr. GRPO), arXiv:2503.20783",
     use="GRPO without the division that favours very easy and very hard prompts",
 )
 def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 @ADVANTAGES.register(
     "rloo",
     formula="R - mean of the other rows of g = n/(n-1) (R - mean_g)",
-    paper="Kool et al. 2019; Ahmadian et al. 2024, Back to Basics, eq. 7",
+    paper="Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740",
     use="an unbiased baseline; small groups",
 )
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 @ADVANTAGES.register(
     "reinforce_plus_plus",
     formula="whiten(G) over all tokens, G_t = r_t + gamma G_{t+1} over tokens with m = 1",
-    paper="Hu et al. 2025, REINFORCE++, eq. 7-9",
+    paper="Hu et al. 2025, REINFORCE++, arXiv:2501.03262",
     use="no groups: one response a prompt is enough; usually with the KL in the reward",
 )
 def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, offsets: Tensor, *, gamma: Gamma = 1.0) -> TokenAdvantages:
@@ -124,7 +124,7 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, offsets: Tensor, *,
 @ADVANTAGES.register(
     "reinforce_plus_plus_baseline",
     formula="whiten(R - mean_g) over all tokens",
-    paper="Hu et al. 2025, REINFORCE++, eq. 10-11",
+    paper="Hu et al. 2025, REINFORCE++, arXiv:2501.03262",
     use="groups as baseline, one scale for the whole batch",
 )
 def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, valid_tokens: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, valid_token
 @ADVANTAGES.register(
     "remax",
     formula="G_t (gamma = 1) - R(greedy response to the same prompt)",
-    paper="Li et al. 2023, ReMax, eq. 5",
+    paper="Li et al. 2023, ReMax, arXiv:2310.10505",
     use="one sampled response a prompt and a greedy one as its baseline",
 )
 def remax(token_rewards: Tensor, mask: Tensor, offsets: Tensor, greedy_rewards: Tensor) -> TokenAdvantages:
@@ -148,7 +148,7 @@ def remax(token_rewards: Tensor, mask: Tensor, offsets: Tensor, greedy_rewards: 
 @ADVANTAGES.register(
     "opo",
     formula="R - sum_g(T R) / sum_g(T)",
-    paper="Hao et al. 2025, OPO, eq. 6",
+    paper="Hao et al. 2025, On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585",
     use="strictly on-policy training; the baseline of least variance when gradients grow with length",
 )
 def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
 @ADVANTAGES.register(
     "grpo_passk",
     formula="best row of g: (R_max - R_second) / (std_g + 1e-6), others 0",
-    paper="Chen et al. 2025, Pass@k Training; Mroueh et al. 2025",
+    paper="Chen et al. 2025, Pass@k Training, arXiv:2508.10751",
     use="pass@k rather than pass@1: only the margin of the best response counts",
 )
 def grpo_passk(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def grpo_passk(rewards: Tensor, group_ids: Tensor) -> Tensor:
 @ADVANTAGES.register(
     "gpg",
     formula="alpha (R - mean_g) / f_norm, alpha = B / max(1, rows with R != 0)",
-    paper="Chu et al. 2025, GPG, eq. 6-8",
+    paper="Chu et al. 2025, GPG, arXiv:2504.02546",
     use="sparse rewards: the gradient is scaled up when few responses earn anything",
 )
 def gpg(
@@ -215,7 +215,7 @@ def gpg(
 @ADVANTAGES.register(
     "gdpo",
     formula="whiten(sum_k w_k grpo(R^(k))) over the named components k of the reward",
-    paper="Liu et al. 2026, GDPO, eq. 4-6",
+    paper="Liu et al. 2026, GDPO, arXiv:2601.05242",
     use="several rewards at once: each is normalised in its group before they are added",
 )
 def gdpo(
@@ -258,7 +258,7 @@ def gdpo(
     aliases=["otb"],
     formula="G_t - sum_g(G_t W_t) / (sum_g W_t + 1e-8) by position t, W_t = cumsum(1 - 2 pi_t + sum_v pi_v^2) of the "
     "old policy, times w^2 when corrected; baseline 0 where only one row of the group still runs",
-    paper="Li et al. 2026, The Optimal Token Baseline, eq. 9-11",
+    paper="Li et al. 2026, The Optimal Token Baseline, arXiv:2602.07078",
     use="long responses: the baseline of least variance at every position",
 )
 def optimal_token_baseline(
@@ -297,7 +297,7 @@ def optimal_token_baseline(
     "gae",
     formula="A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t over tokens with m = 1; G = A + V; "
     "then whiten(A)",
-    paper="Schulman et al. 2016, GAE, eq. 16",
+    paper="Schulman et al. 2016, GAE, eq. 16, arXiv:1506.02438",
     use="PPO: a critic's values say which token made the difference",
 )
 def gae(

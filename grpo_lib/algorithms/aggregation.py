@@ -29,7 +29,7 @@ AGGREGATIONS: Registry[Aggregation] = Registry(
 @AGGREGATIONS.register(
     "token-mean",
     formula="sum(m l) / sum(m)",
-    paper="Yu et al. 2025, DAPO, eq. 8",
+    paper="Yu et al. 2025, DAPO, eq. 8, arXiv:2503.14476",
     use="every token counts the same, so long responses count more (the default)",
 )
 def token_mean(mask: Tensor, offsets: Tensor, max_response_length: int) -> Tensor:
@@ -51,7 +51,7 @@ def token_sum(mask: Tensor, offsets: Tensor, max_response_length: int) -> Tensor
 @AGGREGATIONS.register(
     "seq-mean-token-mean",
     formula="mean over rows of mean_m(l)",
-    paper="Shao et al. 2024, DeepSeekMath, eq. 3",
+    paper="Shao et al. 2024, DeepSeekMath, eq. 3, arXiv:2402.03300",
     use="every response counts the same (GRPO, GSPO, GMPO)",
 )
 def seq_mean_token_mean(mask: Tensor, offsets: Tensor, max_response_length: int) -> Tensor:
@@ -63,7 +63,7 @@ def seq_mean_token_mean(mask: Tensor, offsets: Tensor, max_response_length: int)
 @AGGREGATIONS.register(
     "seq-mean-token-sum",
     formula="mean over rows of sum(m l)",
-    paper="Ahmadian et al. 2024, RLOO",
+    paper="Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740",
     use="the gradient of the expected reward of a whole response",
 )
 def seq_mean_token_sum(mask: Tensor, offsets: Tensor, max_response_length: int) -> Tensor:
@@ -74,7 +74,7 @@ def seq_mean_token_sum(mask: Tensor, offsets: Tensor, max_response_length: int) 
 @AGGREGATIONS.register(
     "seq-mean-token-sum-norm",
     formula="mean over rows of sum(m l) / max_response_length",
-    paper="Liu et al. 2025, Dr. GRPO, section 3.2",
+    paper="Liu et al. 2025, Dr. GRPO, arXiv:2503.20783",
     use="as before, over a constant: no bias towards short or long responses",
 )
 def seq_mean_token_sum_norm(mask: Tensor, offsets: Tensor, max_response_length: int) -> Tensor:

@@ -30,7 +30,7 @@ FILTERS: Registry[Callable[..., Tensor]] = Registry(
 @FILTERS.register(
     "dynamic_sampling",
     formula="drop groups whose rewards are all equal",
-    paper="Yu et al. 2025, DAPO, section 3.2",
+    paper="Yu et al. 2025, DAPO, section 3.2, arXiv:2503.14476",
     use="no compute on groups without signal; prompts are drawn until the batch is full (rollout.max_gen_batches)",
 )
 def dynamic_sampling(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def dynamic_sampling(rewards: Tensor, group_ids: Tensor) -> Tensor:
 @FILTERS.register(
     "pf_ppo",
     formula="draw B rows with replacement, p_i ~ |R_i|^power",
-    paper="Shen et al. 2024, Policy Filtration for RLHF (PF-PPO), section 3",
+    paper="Zhang et al. 2024, Policy Filtration for RLHF (PF-PPO), arXiv:2409.06957",
     use="noisy reward models: rows with a clear verdict, good or bad, are seen more often",
     resamples=True,
 )

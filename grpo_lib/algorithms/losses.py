@@ -55,7 +55,8 @@ LOSSES: Registry[Callable[..., PolicyLoss]] = Registry(
     "ppo_clip",
     aliases=["vanilla"],
     formula="max(-A rho, -A clip(rho, 1-clip_low, 1+clip_high)); where A < 0 at most -A dual_clip",
-    paper="Schulman et al. 2017, PPO, eq. 7; dual clip: Ye et al. 2020; clip-higher: Yu et al. 2025, DAPO",
+    paper="Schulman et al. 2017, PPO, eq. 7, arXiv:1707.06347; dual clip: Ye et al. 2020, arXiv:1912.09729; clip-higher: "
+    "Yu et al. 2025, DAPO, arXiv:2503.14476",
     use="the default; several updates on one batch without leaving the trust region",
 )
 def ppo_clip(
@@ -83,7 +84,7 @@ def ppo_clip(
 @LOSSES.register(
     "gspo",
     formula="ppo_clip on the row's ratio s = exp(mean_m(lp - lp_old)), its gradient token by token",
-    paper="Zheng et al. 2025, GSPO, eq. 5 and GSPO-token, eq. 13",
+    paper="Zheng et al. 2025, GSPO (its GSPO-token form), arXiv:2507.18071",
     use="mixture-of-experts models, whose single-token ratios are noise",
     aggregation="seq-mean-token-mean",
 )
@@ -106,7 +107,7 @@ def gspo(
     "geo_mean",
     aliases=["gmpo"],
     formula="per row -mean_m(A) exp(mean_m(log-ratio, clipped to [-clip_low, clip_high] where A makes it pessimistic))",
-    paper="Zhao et al. 2025, GMPO, eq. 4",
+    paper="Zhao et al. 2025, Geometric-Mean Policy Optimization, arXiv:2507.20673",
     use="steadier than token ratios: one outlier moves a geometric mean little",
     aggregation="seq-mean-token-mean",
 )
@@ -136,7 +137,7 @@ def geo_mean(
 @LOSSES.register(
     "cispo",
     formula="-sg(clip(rho, 1-clip_low, 1+clip_high)) A lp",
-    paper="MiniMax 2025, MiniMax-M1, eq. 4",
+    paper="MiniMax 2025, MiniMax-M1, arXiv:2506.13585",
     use="no token loses its gradient: rare reasoning tokens keep learning",
 )
 def cispo(
@@ -156,7 +157,7 @@ def cispo(
 @LOSSES.register(
     "sapo",
     formula="-A (4/tau) sigmoid(tau (rho - 1)), tau = tau_pos where A > 0, else tau_neg",
-    paper="Gao et al. 2025, SAPO, eq. 5",
+    paper="Gao et al. 2025, Soft Adaptive Policy Optimization, arXiv:2511.20347",
     use="a soft gate in place of the clip's hard edge",
 )
 def sapo(
@@ -177,7 +178,7 @@ def sapo(
     "reinforce",
     aliases=["gpg"],
     formula="-A lp",
-    paper="Williams 1992, REINFORCE; Chu et al. 2025, GPG",
+    paper="Williams 1992, REINFORCE; Chu et al. 2025, GPG, arXiv:2504.02546",
     use="one update a batch, or with an importance weight (presets pg_is, pg_rs)",
 )
 def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> PolicyLoss:
@@ -189,7 +190,7 @@ def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Pol
     "clip_cov",
     formula="ppo_clip without dual clip; a random part of the tokens with (A - mean A)(lp - mean lp) in (lb, ub) is "
     "taken out",
-    paper="Cui et al. 2025, The Entropy Mechanism of RL for Reasoning LMs, eq. 10-11",
+    paper="Cui et al. 2025, The Entropy Mechanism of RL for Reasoning LMs, arXiv:2505.22617",
     use="keeps entropy up: those tokens are the ones that use it up",
     helper=random_in_covariance_band,
 )
@@ -215,7 +216,7 @@ def clip_cov(
 @LOSSES.register(
     "kl_cov",
     formula="-A rho, plus coef |lp - lp_old| on the kl_cov_ratio of tokens with the highest (A - mean A)(lp - mean lp)",
-    paper="Cui et al. 2025, The Entropy Mechanism of RL for Reasoning LMs, eq. 12-13",
+    paper="Cui et al. 2025, The Entropy Mechanism of RL for Reasoning LMs, arXiv:2505.22617",
     use="as clip_cov, with a penalty in place of the cut",
     helper=highest_covariance,
     zero_without_advantage=False,
@@ -240,7 +241,7 @@ Cap = Annotated[float, Field(ge=1, description="Bound c on the ratio in the weig
 @LOSSES.register(
     "dppo_tv",
     formula="-A sg(min(rho, c)) lp where |pi - pi_old| <= bound in the direction of A, else 0",
-    paper="Qi et al. 2026, Rethinking the Trust Region in LLM RL (DPPO), eq. 11-13",
+    paper="Qi et al. 2026, Rethinking the Trust Region in LLM RL (DPPO), eq. 11-13, arXiv:2602.04879",
     use="a trust region in probability, not in ratio: rare tokens may move, common ones may not",
 )
 def dppo_tv(
@@ -260,7 +261,7 @@ def dppo_tv(
 @LOSSES.register(
     "dppo_kl",
     formula="as dppo_tv with KL(old || new) of the token against all others in place of the total variation",
-    paper="Qi et al. 2026, Rethinking the Trust Region in LLM RL (DPPO), eq. 11, 12 and 14",
+    paper="Qi et al. 2026, Rethinking the Trust Region in LLM RL (DPPO), eq. 11, 12, 14, arXiv:2602.04879",
     use="as dppo_tv, stricter where probabilities are near 0 or 1",
 )
 def dppo_kl(
@@ -282,7 +283,7 @@ def dppo_kl(
 @LOSSES.register(
     "dro",
     formula="-(A lp - beta/2 (lp - lp_old)^2)",
-    paper="Richemond et al. 2024, Offline Regularised RL (DRO), eq. 8",
+    paper="Richemond et al. 2024, Offline Regularised RL (DRO), arXiv:2405.19107",
     use="off-policy batches, held to the old policy by a square",
     zero_without_advantage=False,
 )

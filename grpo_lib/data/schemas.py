@@ -110,6 +110,7 @@ EVALUATION = pa.schema(
         "finish_reason": pa.string(),
         "value": pa.float64(),
         "correct": pa.bool_(),
+        "answer": pa.string(),  # in one spelling: equal answers vote together
         "reason": pa.string(),
     }
 )

@@ -68,7 +68,9 @@ def answer_of(response: str) -> str | None:
     return match["answer"] if match else None
 
 
-def graded(reward: RewardConfig, *, well_formed: bool, correct: bool) -> RewardResult:
+def graded(reward: RewardConfig, *, well_formed: bool, correct: bool, answer: str | None = None) -> RewardResult:
     """The reward of an answer: right, wrong in the right format, or neither."""
     value = reward.correct if correct else reward.format_only if well_formed else 0.0
-    return RewardResult(value=value, components={"correct": float(correct), "format": float(well_formed)})
+    return RewardResult(
+        value=value, components={"correct": float(correct), "format": float(well_formed)}, answer=answer
+    )

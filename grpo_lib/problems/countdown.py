@@ -114,7 +114,7 @@ def make_reward(options: CountdownData, reward: RewardConfig) -> RewardFunction:
             and sorted(read.numbers) == sorted(puzzle["numbers"])
             and read.operators <= allowed
         )
-        return graded(reward, well_formed=True, correct=correct)
+        return graded(reward, well_formed=True, correct=correct, answer="".join(answer.split()) if answer else None)
 
     return judge
 

@@ -125,7 +125,7 @@ def make_reward(options: ExpressionsData, reward: RewardConfig) -> RewardFunctio
         answer = answer_of(sample.response)
         if answer is None or not _WHOLE_NUMBER.fullmatch(answer.strip(" \t")):
             return graded(reward, well_formed=False, correct=False)
-        return graded(reward, well_formed=True, correct=int(answer) == expected)
+        return graded(reward, well_formed=True, correct=int(answer) == expected, answer=str(int(answer)))
 
     return judge
 

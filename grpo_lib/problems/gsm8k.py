@@ -197,10 +197,12 @@ def make_reward(options: Gsm8kData, reward: RewardConfig) -> RewardFunction:
         expected = strict_number(f"{MARKER} {sample.reference}")
         if expected is None:
             raise DataError(f"the reference {sample.reference[:80]!r} is no number")
-        correct = extract(sample.response) == expected
+        number = extract(sample.response)
+        correct = number == expected
         marked = strict_number(sample.response) is not None
         value = reward.correct if correct else reward.format_only if marked else 0.0
-        return RewardResult(value=value, components={"correct": float(correct), "format": float(marked)})
+        components = {"correct": float(correct), "format": float(marked)}
+        return RewardResult(value=value, components=components, answer=None if number is None else str(number))
 
     return judge
 

@@ -23,6 +23,8 @@ class Scores:
     """Why a value is null (at most 200 characters); null where there is a value."""
     components: dict[str, list[float | None]]
     """Named parts of the reward; null where a sample has no such part."""
+    answers: list[str | None]
+    """What the sample answers; null where the reward function does not say."""
 
 
 def score(
@@ -36,11 +38,13 @@ def score(
     values: list[float | None] = []
     reasons: list[str | None] = []
     parts: list[dict[str, float]] = []
+    answers: list[str | None] = []
     for done, sample in enumerate(samples, start=1):
-        value, components, reason = _score_one(sample, function)
+        value, components, answer, reason = _score_one(sample, function)
         values.append(value)
         reasons.append(reason)
         parts.append(components)
+        answers.append(answer)
         if on_progress is not None:
             on_progress(done)
     names = dict.fromkeys(name for components in parts for name in components)
@@ -48,6 +52,7 @@ def score(
         values=values,
         reasons=reasons,
         components={name: [components.get(name) for components in parts] for name in names},
+        answers=answers,
     )
 
 
@@ -72,16 +77,19 @@ def check_failures(scores: Scores, max_failed: float) -> None:
     )
 
 
-def _score_one(sample: Sample, function: RewardFunction) -> tuple[float | None, dict[str, float], str | None]:
-    """Value, components, and the reason where the value is null."""
+def _score_one(
+    sample: Sample, function: RewardFunction
+) -> tuple[float | None, dict[str, float], str | None, str | None]:
+    """Value, components, answer, and the reason where the value is null."""
     try:
         result: object = function(sample)
         if isinstance(result, RewardResult):
             components = {str(name): _finite(part, f"component {name!r}") for name, part in result.components.items()}
-            return _finite(result.value, "value"), components, None
-        return _finite(result, "reward"), {}, None
+            answer = None if result.answer is None else str(result.answer)
+            return _finite(result.value, "value"), components, answer, None
+        return _finite(result, "reward"), {}, None, None
     except Exception as error:
-        return None, {}, _reason(error)
+        return None, {}, None, _reason(error)
 
 
 def _finite(value: object, what: str) -> float:

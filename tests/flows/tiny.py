@@ -27,7 +27,9 @@ class EasyCountdown:
     def make_reward(options: CountdownData, settings: RewardConfig) -> RewardFunction:
         def reward(sample: Sample) -> RewardResult:
             digits = sum(character.isdigit() for character in sample.response)
-            return RewardResult(value=settings.correct * digits, components={"correct": float(digits > 4), "format": float(digits > 0)})
+            return RewardResult(
+                value=settings.correct * digits, components={"correct": float(digits > 4), "format": float(digits > 0)}
+            )
 
         return reward
 
