@@ -74,7 +74,7 @@ def mark_failed(flow: Flow[..., Any], flow_run: FlowRun, state: Any) -> None:
     on_cancellation=[mark_failed],
 )
 def train(config: RunConfig) -> RunReport:
-    """Trains a policy with GRPO. A stage that is committed already is not run again: run the flow again to resume."""
+    """Trains a policy. A stage that is committed already is not run again: run the flow again to resume."""
     check_surroundings(config)
     use_threads(config.placement.threads)
     run = Run(config)

@@ -10,7 +10,6 @@ from grpo_lib.config import Gsm8kData, RunConfig
 from grpo_lib.errors import ConfigError, DataError, ModelError
 from grpo_lib.problems import get_problem
 from grpo_lib.problems.gsm8k import heldout_file
-from grpo_lib.recipe import check_algorithm
 from grpo_lib.run import Run, open_run
 from grpo_lib.storage.objects import check_store
 from grpo_lib.storage.paths import run_file
@@ -18,16 +17,18 @@ from grpo_lib.tracking.mlflow import check_tracking, tracking_uri
 
 
 def check_surroundings(config: RunConfig) -> None:
-    """Algorithm, data, model folder, store, MLflow and device: the cheap and near first.
+    """Data, model folder, store, MLflow, algorithm and device: the cheap and near first.
 
     Raises:
         GrpoError: for the first that is missing or broken, with the remedy.
     """
-    check_algorithm(config)
     check_model(config)
     check_prompts(config)
     check_store(Run(config).objects)
     check_tracking(tracking_uri(config))
+    from grpo_lib.recipe import check_algorithm  # the first that takes torch, which takes seconds
+
+    check_algorithm(config)
     if config.placement.device not in ("auto", "cpu"):
         from grpo_lib.placement.devices import torch_device
 

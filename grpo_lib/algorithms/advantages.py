@@ -192,7 +192,7 @@ def grpo_passk(rewards: Tensor, group_ids: Tensor) -> Tensor:
     tied = group_sum(is_best.long(), group, groups)[group] > 1
     second = group_max(rewards.masked_fill(is_best, -torch.inf), group, groups)[group]
     second = torch.where(tied, best, second)
-    return torch.where(is_best & ~tied, (best - second) / (stats.std + 1e-6), 0.0)
+    return torch.where(is_best, (best - second) / (stats.std + 1e-6), 0.0)
 
 
 @ADVANTAGES.register(

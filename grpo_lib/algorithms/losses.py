@@ -55,8 +55,8 @@ LOSSES: Registry[Callable[..., PolicyLoss]] = Registry(
     "ppo_clip",
     aliases=["vanilla"],
     formula="max(-A rho, -A clip(rho, 1-clip_low, 1+clip_high)); where A < 0 at most -A dual_clip",
-    paper="Schulman et al. 2017, PPO, eq. 7, arXiv:1707.06347; dual clip: Ye et al. 2020, arXiv:1912.09729; clip-higher: "
-    "Yu et al. 2025, DAPO, arXiv:2503.14476",
+    paper="Schulman et al. 2017, PPO, eq. 7, arXiv:1707.06347; dual clip: Ye et al. 2020, arXiv:1912.09729; "
+    "clip-higher: Yu et al. 2025, DAPO, arXiv:2503.14476",
     use="the default; several updates on one batch without leaving the trust region",
 )
 def ppo_clip(

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_lib.data.ragged import repeat_rows, segment_sum
+from grpo_lib.data.ragged import repeat_rows, segment_max, segment_sum
 
 
 class RowSums:
@@ -23,14 +24,14 @@ class RowSums:
         self.offsets = offsets
         self.valid = segment_sum(taken.long(), offsets)
         """``int64[b]``: tokens taken."""
-        self.sum = segment_sum(log_rho.double(), offsets)
+        self.sum = segment_sum(log_rho, offsets).double()
         """``float64[b]``."""
-        self.rho = log_rho.clamp(-20, 20).exp()
+        self.rho = log_rho.clamp(-20, 20).exp_()
         """``[n]``."""
 
     def mean(self, values: Tensor) -> Tensor:
         """``float64[b]``: mean over the tokens taken of values that are 0 elsewhere."""
-        return segment_sum(values.double(), self.offsets) / self.valid.clamp(min=1)
+        return segment_sum(values, self.offsets).double() / self.valid.clamp(min=1)
 
     def spread(self, rows: Tensor) -> Tensor:
         """``[b] -> [n]``."""
@@ -43,12 +44,14 @@ class RowSums:
     def k3(self) -> Tensor:
         """``rho - 1 - log_rho``, ``[n]``."""
         x = self.log_rho.clamp(-20, 20)
+        if x.is_cpu:  # four times as fast as torch's
+            return torch.from_numpy(np.expm1(x.numpy())).sub_(x)
         return x.expm1() - x
 
 
 @dataclass(kw_only=True)
 class Mismatch:
-    """Sums over blocks of rows, in float64; tokens are those with mask 1 and finite log-probs, before rejection.
+    """Sums over blocks of rows; tokens are those with mask 1 and finite log-probs, before rejection.
 
     The fractions beyond the bounds are of token or row ratios, as the weights are; bounds that are not set are 2 and
     1 over the upper one.
@@ -66,33 +69,54 @@ class Mismatch:
     _least: dict[str, float] = field(default_factory=dict)
 
     def add(self, block: RowSums, rollout_logprobs: Tensor, kept: Tensor, weights: Tensor, nonfinite: int) -> None:
-        """One block: ``kept bool[n]`` after rejection, ``weights [n]`` (0 where not kept)."""
+        """One block, on the CPU.
+
+        Args:
+            rollout_logprobs: ``[n]``, 0 where not taken.
+            kept: ``bool[n]``, after rejection.
+            weights: ``[n]``, 0 where not kept.
+            nonfinite: tokens that are dropped.
+        """
         filled = block.valid > 0
         total, valid = block.sum[filled], block.valid[filled]
+        tokens = int(valid.sum())
+        left = segment_sum(kept.long(), block.offsets)
+        kept_tokens = int(left.sum())
         self.nonfinite += nonfinite
         self.rows += len(valid)
-        self.tokens += int(valid.sum())
-        self.kept_tokens += int(kept.sum())
-        self.kept_rows += int((segment_sum(kept.long(), block.offsets) > 0).sum())
-        if len(valid) == 0:
+        self.tokens += tokens
+        self.kept_tokens += kept_tokens
+        self.kept_rows += int((left > 0).sum())
+        if tokens == 0:
             return
-        self._add("log_rho", total)
-        self._add("k3", block.k3())
-        self._add("rho_squared", block.rho.square().mul_(block.taken))
-        self._add("chi2_rows", (2 * total.clamp(-20, 20)).exp())
-        rollout = block.mean(rollout_logprobs.where(block.taken, 0.0))[filled]
+        self._add("log_rho", total.sum(dtype=torch.float64))
+        self._add("k3", block.k3().sum(dtype=torch.float64))
+        self._add("rho_squared", block.rho.square().sum(dtype=torch.float64) - (len(kept) - tokens))  # of tokens not taken it is 1
+        self._add("chi2_rows", (2 * total.clamp(-20, 20)).exp().sum(dtype=torch.float64))
+        rollout = block.mean(rollout_logprobs)[filled]
         log_ratio = -total / valid  # log(ppl_old / ppl_rollout)
-        self._add("ppl_rollout", (-rollout).clamp(max=80).exp())
-        self._add("ppl_old", (log_ratio - rollout).clamp(max=80).exp())
-        self._add("log_ppl", log_ratio)
-        self._add("log_ppl_abs", log_ratio.abs())
+        self._add("ppl_rollout", (-rollout).clamp(max=80).exp().sum(dtype=torch.float64))
+        self._add("ppl_old", (log_ratio - rollout).clamp(max=80).exp().sum(dtype=torch.float64))
+        self._add("log_ppl", log_ratio.sum(dtype=torch.float64))
+        self._add("log_ppl_abs", log_ratio.abs().sum(dtype=torch.float64))
         self._extremes("log_ppl", log_ratio)
-        ratios, counted = (total.clamp(-20, 20).exp(), None) if self.by_row else (block.rho, block.taken)
-        for name, beyond in (("above", ratios > self.upper), ("below", ratios < self.lower)):
-            self._add(name, beyond if counted is None else beyond & counted)
-        self._add("weight", weights)
-        self._add("weight_squared", weights.square())
-        self._extremes("weight", weights[kept])
+        ratios = (total.clamp(-20, 20).exp() if self.by_row else block.rho).numpy()
+        counted = np.True_ if self.by_row else block.taken.numpy()
+        self._add("above", np.count_nonzero((ratios > self.upper) & counted))
+        self._add("below", np.count_nonzero((ratios < self.lower) & counted))
+        self._add("weight", weights.sum(dtype=torch.float64))
+        self._add("weight_squared", weights.square().sum(dtype=torch.float64))
+        if kept_tokens:
+            self._extremes("weight", weights if kept_tokens == len(kept) else weights.where(kept, weights.max()))
+        if self.by_row:  # all weights of a row are equal
+            self._add("row_weight", segment_max(weights, block.offsets)[left > 0].double().sum())
+
+    def mean_weight(self) -> float:
+        """Over the tokens, or with ``by_row`` over the rows, that are left; 1 where there are none or all are 0."""
+        if self.kept_tokens == 0:
+            return 1.0
+        total, of = ("row_weight", self.kept_rows) if self.by_row else ("weight", self.kept_tokens)
+        return self._sums[total] / of or 1.0
 
     def metrics(self, weight_scale: float) -> dict[str, float]:
         """All of them; the weights' are of what is left, divided by ``weight_scale``."""
@@ -125,14 +149,23 @@ class Mismatch:
             "weight_std": max(0.0, square - mean * mean) ** 0.5 / weight_scale,
             "weight_min": self._least["weight"] / weight_scale,
             "weight_max": -self._least["-weight"] / weight_scale,
-            "effective_sample_size": mean * mean / square if square else 0.0,
+            "effective_sample_size": min(1.0, mean * mean / square) if square else 0.0,
         }
 
-    def _add(self, name: str, values: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + float(values.sum(dtype=torch.float64))
+    def _add(self, name: str, value: Tensor | float) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
     def _extremes(self, name: str, values: Tensor) -> None:
-        if len(values):
-            low, high = values.aminmax()
-            self._least[name] = min(self._least.get(name, float("inf")), float(low))
-            self._least[f"-{name}"] = min(self._least.get(f"-{name}", float("inf")), -float(high))
+        low, high = values.aminmax()
+        self._least[name] = min(self._least.get(name, float("inf")), float(low))
+        self._least[f"-{name}"] = min(self._least.get(f"-{name}", float("inf")), -float(high))
+
+
+def count(mask: Tensor) -> int:
+    """Number of true values, on the CPU."""
+    return int(np.count_nonzero(mask.numpy()))
+
+
+def cleared(values: Tensor, mask: Tensor) -> Tensor:
+    """Finite ``values`` where ``mask``, else 0, on the CPU: four times as fast as ``where``."""
+    return torch.from_numpy(values.numpy() * mask.numpy())

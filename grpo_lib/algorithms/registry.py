@@ -141,13 +141,12 @@ class Registry(Generic[F]):
                 helper=helper,
                 traits=traits,
             )
-            for each in (name, *aliases):
-                if each in self._entries:
-                    raise ConfigError(
-                        f"{self.kind} {each!r} ({_place(function)}) is registered already, by "
-                        f"{_place(self._entries[each].function)}; give yours another name"
-                    )
-                self._entries[each] = entry
+            for taken in (each for each in (name, *aliases) if each in self._entries):
+                raise ConfigError(
+                    f"{self.kind} {taken!r} ({_place(function)}) is registered already, by "
+                    f"{_place(self._entries[taken].function)}; give yours another name"
+                )
+            self._entries |= dict.fromkeys((name, *aliases), entry)
             return function
 
         return enter
@@ -179,7 +178,8 @@ def nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
     >>> nearest("gpro", ["grpo", "rloo"])
     'did you mean grpo?'
     """
-    close = get_close_matches(name, list(known), n=3)
+    parts = [each for each in known if len(name) > 2 and name in each]  # ppo is far from ppo_clip, letter by letter
+    close = list(dict.fromkeys([*get_close_matches(name, list(known), n=3), *parts]))[:3]
     return f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(sorted(known))}"
 
 

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_lib.algorithms.mismatch import Mismatch, RowSums
+from grpo_lib.algorithms.mismatch import Mismatch, RowSums, cleared, count
 from grpo_lib.data.ragged import row_blocks, segment_max, segment_min, segment_sum
 from grpo_lib.errors import AlgorithmError
 
@@ -74,7 +75,7 @@ def correct(
     rejections: Sequence[Rejection] = (),
     veto: float | None = None,
 ) -> Correction:
-    """The correction of a whole iteration, with its metrics.
+    """The correction of a whole iteration, with its metrics; columns on the CPU.
 
     Tokens with an infinite or NaN log-prob are dropped and counted (``nonfinite_tokens``).
 
@@ -85,32 +86,31 @@ def correct(
         offsets: ``int64[B+1]``.
         importance: None: no weights.
         rejections: all must be passed.
-        veto: a row with a token whose ``exp(log_rho)`` (not clamped) is below is dropped whole.
+        veto: at most 1: a row with a token whose ``exp(log_rho)`` (not clamped) is below is dropped whole.
 
     Raises:
         AlgorithmError: no token is left, naming what rejected how many.
     """
-    kept = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
-    weights = None if importance is None else torch.zeros(len(mask), dtype=torch.float32, device=mask.device)
+    # numpy asks for huge pages, torch does not: fresh memory costs half as much.
+    kept = torch.from_numpy(np.zeros(len(mask), dtype=np.bool_))
+    weights = None if importance is None else torch.from_numpy(np.zeros(len(mask), dtype=np.float32))
     mismatch = _mismatch(importance)
     touched: dict[str, int] = {}
     for rows in row_blocks(offsets):
         tokens = slice(int(offsets[rows.start]), int(offsets[rows.stop]))
-        rollout, m = rollout_logprobs[tokens], mask[tokens]
-        log_rho = old_logprobs[tokens] - rollout
-        taken = m & log_rho.isfinite()
-        block = RowSums(log_rho.where(taken, 0.0), taken, offsets[rows.start : rows.stop + 1] - tokens.start)
+        inside = offsets[rows.start : rows.stop + 1] - tokens.start
+        block, rollout, nonfinite = _finite(old_logprobs[tokens], rollout_logprobs[tokens], mask[tokens], inside)
         left = _keep(block, rejections, veto, touched)
-        of_tokens = (block.rho if importance is None else _weights(block, importance)) * left
-        mismatch.add(block, rollout, left, of_tokens, nonfinite=int(m.sum() - taken.sum()))
+        of_tokens = cleared(block.rho if importance is None else _weights(block, importance), left)
+        mismatch.add(block, rollout, left, of_tokens, nonfinite)
         kept[tokens] = left
         if weights is not None:
             weights[tokens] = of_tokens
-    if mismatch.tokens and not mismatch.kept_tokens:
+    if mismatch.tokens + mismatch.nonfinite and not mismatch.kept_tokens:
         raise AlgorithmError(_nothing_left(mismatch, touched))
     scale = 1.0
     if weights is not None and importance is not None and importance.batch_normalize:
-        scale = _mean_weight(weights, kept, offsets, importance.level)
+        scale = mismatch.mean_weight()
         weights /= scale
     metrics = mismatch.metrics(scale) | {f"{rule}_rejected_rows": float(rows) for rule, rows in touched.items()}
     return Correction(weights=weights, mask=kept, metrics=metrics)
@@ -139,12 +139,28 @@ def _mismatch(importance: Importance | None) -> Mismatch:
     return Mismatch(upper=upper, lower=lower, by_row=importance is not None and importance.level == "sequence")
 
 
+def _finite(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor) -> tuple[RowSums, Tensor, int]:
+    """Of a block: the rows, the engine's log-probs (0 where not taken), how many tokens are dropped as not finite."""
+    log_rho = old - rollout
+    finite = torch.from_numpy(np.isfinite(log_rho.numpy()))
+    taken = mask & finite
+    valid = count(taken)
+    if valid < len(mask):
+        if count(finite) < len(mask):
+            log_rho, rollout = log_rho.where(finite, 0.0), rollout.where(finite, 0.0)
+        log_rho, rollout = cleared(log_rho, taken), cleared(rollout, taken)
+    return RowSums(log_rho, taken, offsets), rollout, count(mask) - valid
+
+
 def _nothing_left(mismatch: Mismatch, touched: dict[str, int]) -> str:
-    rules = "; ".join(f"{rule} rejects {rows:,} of {mismatch.rows:,} rows" for rule, rows in touched.items())
-    kl = mismatch.metrics(1.0)["k3_kl"]
+    reasons = [f"{rule} rejects {rows:,} of {mismatch.rows:,} rows" for rule, rows in touched.items()]
+    if mismatch.nonfinite:
+        reasons.append(f"{mismatch.nonfinite:,} of them have an infinite or NaN log-prob")
+    if mismatch.tokens:
+        reasons.append(f"mean KL between engine and trainer {mismatch.metrics(1.0)['k3_kl']:.3g} nats a token")
     return (
-        f"rollout correction: none of the {mismatch.tokens:,} response tokens is left ({rules}; mean KL between engine "
-        f"and trainer {kl:.3g} nats a token). Loosen algorithm.rollout_correction, or mend what makes them differ"
+        f"rollout correction: none of the {mismatch.tokens + mismatch.nonfinite:,} response tokens is left "
+        f"({'; '.join(reasons)}). Loosen algorithm.rollout_correction, or mend what makes engine and trainer differ"
     )
 
 
@@ -161,33 +177,24 @@ def _cut(rho: Tensor, importance: Importance) -> Tensor:
     return rho.masked_fill((rho < importance.lower) | (rho > importance.upper), 0.0)
 
 
-def _mean_weight(weights: Tensor, kept: Tensor, offsets: Tensor, level: Level) -> float:
-    """Over tokens, or over rows with a token left; 1 where all weights are 0."""
-    if level == "token":
-        mean = float(weights.sum(dtype=torch.float64)) / int(kept.sum())
-    else:
-        left = segment_sum(kept.long(), offsets)
-        rows = segment_sum(weights, offsets).double()[left > 0] / left[left > 0]
-        mean = float(rows.mean())
-    return mean or 1.0
-
-
 def _keep(rows: RowSums, rejections: Sequence[Rejection], veto: float | None, touched: dict[str, int]) -> Tensor:
     """``bool[n]``: tokens that pass every rule; adds the rows that each rule touches to ``touched``."""
-    kept = rows.taken
+    filled = rows.valid > 0
+    whole, tokens = torch.ones_like(filled), rows.taken
     if veto is not None:
-        lowest = segment_min(rows.log_rho.where(rows.taken, torch.inf), rows.offsets)
-        vetoed = lowest < math.log(veto)
-        kept = kept & ~rows.spread(vetoed)
-        touched["veto"] = touched.get("veto", 0) + int(vetoed.sum())
+        passes = segment_min(rows.log_rho, rows.offsets) >= math.log(veto)
+        whole = whole & passes
+        touched["veto"] = touched.get("veto", 0) + int((filled & ~passes).sum())
     for rule in rejections:
         passes = _passes(rows, rule)
-        if not rule.kind.startswith("token"):
-            passes = rows.spread(passes)
-        hit = segment_sum((rows.taken & ~passes).long(), rows.offsets) > 0
-        kept = kept & passes
+        if rule.kind.startswith("token"):
+            tokens = tokens & passes
+            hit = segment_sum((rows.taken & ~passes).long(), rows.offsets) > 0
+        else:
+            whole = whole & passes
+            hit = filled & ~passes
         touched[rule.kind] = touched.get(rule.kind, 0) + int(hit.sum())
-    return kept
+    return tokens & rows.spread(whole)
 
 
 def _passes(rows: RowSums, rule: Rejection) -> Tensor:
@@ -203,7 +210,7 @@ def _passes(rows: RowSums, rule: Rejection) -> Tensor:
     divergence = rows.k2() if estimator == "k2" else rows.k3()
     match level:
         case "seq_sum":
-            divergence = segment_sum(divergence.double(), rows.offsets)
+            divergence = segment_sum(divergence, rows.offsets)
         case "seq_mean":
             divergence = rows.mean(divergence)
         case "seq_max":

@@ -15,7 +15,7 @@ from grpo_lib.algorithms.registry import Entry, call
 from grpo_lib.algorithms.rollout_correction import correct
 from grpo_lib.data.columns import flat_column, list_array, ragged_column
 from grpo_lib.data.iteration import Iteration, Rows
-from grpo_lib.data.ragged import Ragged, group_statistics, repeat_rows
+from grpo_lib.data.ragged import Ragged, group_statistics, repeat_rows, segment_sum
 from grpo_lib.data.schemas import ADVANTAGE_EXTRAS, ADVANTAGES, FLOATS, MASK
 from grpo_lib.errors import AlgorithmError, RewardError
 
@@ -87,7 +87,7 @@ def advantage_table(data: Iteration, plan: AdvantagePlan) -> tuple[pa.Table, dic
 
     penalty = None
     if plan.kl is not None:
-        penalty, numbers = _kl_penalty(data, mask, plan.kl)
+        penalty, numbers = _kl_penalty(data, mask, plan.kl, rows=int(used.sum()))
         summary |= numbers
     chosen = torch.nonzero(used).squeeze(1)
     scores = rewards[chosen]
@@ -149,8 +149,8 @@ def _corrected(
     )
 
 
-def _kl_penalty(data: Iteration, mask: Ragged, kl: KlInReward) -> tuple[Tensor, dict[str, float]]:
-    """Coefficient times KL of every token, ``float64[N]``, and the coefficient of the next iteration."""
+def _kl_penalty(data: Iteration, mask: Ragged, kl: KlInReward, rows: int) -> tuple[Tensor, dict[str, float]]:
+    """Coefficient times KL of every token, ``float64[N]``, and the coefficient after an iteration of ``rows`` rows."""
     anchor = ("rollout_logprobs", data.rollouts) if data.old is None else ("old_logprobs", data.old)
     assert data.ref is not None, "a KL in the reward needs ref_logprobs"
     old, ref = ragged_column(anchor[1], anchor[0]).values, ragged_column(data.ref, "ref_logprobs").values
@@ -158,7 +158,7 @@ def _kl_penalty(data: Iteration, mask: Ragged, kl: KlInReward) -> tuple[Tensor, 
     mean = float(values.sum() / max(1, int(mask.values.sum())))
     following = kl.coef
     if kl.target is not None:
-        following = adaptive_coef(kl.coef, mean, mask.rows, target=kl.target, horizon=kl.horizon)
+        following = adaptive_coef(kl.coef, mean, rows, target=kl.target, horizon=kl.horizon)
     return kl.coef * values, {"kl_in_reward": mean, "kl_coef": kl.coef, "next_kl_coef": following}
 
 
@@ -167,9 +167,11 @@ def _numbers(rows: Rows, made: Tensor | TokenAdvantages) -> dict[str, float]:
     values = made if isinstance(made, Tensor) else made.advantages[rows.mask]
     if len(values) == 0:
         values = torch.zeros(1)
-    constant = group_statistics(rows.rewards, rows.group_ids).constant
     if isinstance(made, Tensor):
-        constant = constant & (made == 0)
+        nothing = made == 0
+    else:
+        nothing = segment_sum((made.advantages != 0).long(), rows.offsets) == 0
+    constant = group_statistics(rows.rewards, rows.group_ids).constant & nothing
     return {
         "abs_mean": float(values.abs().mean()),
         "min": float(values.min()),

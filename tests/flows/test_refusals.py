@@ -109,10 +109,10 @@ OVERRIDES = [
     case("a list for a scalar", tiny("rollout.samples=[2,4]"), "rollout.samples=[2, 4]", "valid integer"),
     case("a typo at the top", tiny("rolout.samples=4"), "rolout: no such setting", "did you mean rollout?"),
     case("a typo in a section", tiny("rollout.sample=4"), "rollout.sample:", "did you mean rollout.samples"),
-    case("a typo two levels down", tiny("trainer.optimizer.lrr=1"), "did you mean trainer.optimizer.lr?"),
+    case("a typo two levels down", tiny("trainer.optimizer.lrr=1"), "did you mean trainer.optimizer.lr"),
     case("a typo three levels down", tiny("algorithm.kl.coeff=1"), "did you mean algorithm.kl.coef?"),
     case("a typo in the data", tiny("data.numbres=3"), "data.numbres", "did you mean data.numbers"),
-    case("the wrong section", tiny("rollout.lr=1"), "rollout.lr: no such", "did you mean trainer.optimizer.lr?"),
+    case("the wrong section", tiny("rollout.lr=1"), "rollout.lr: no such", "did you mean trainer.optimizer.lr"),
     case("another problem's setting", tiny("data.operands=4"), "data.operands: no such setting"),
 ]
 
@@ -136,10 +136,6 @@ NUMBERS = [
     case("beta of 1", tiny("trainer.optimizer.beta2=1"), "trainer.optimizer.beta2=1", "less than 1"),
     case("negative decay", tiny("trainer.optimizer.weight_decay=-0.1"), "weight_decay=-0.1", "or equal to 0"),
     case("infinite reward", tiny("reward.correct=.inf"), "reward.correct=inf", "finite"),
-    case("clip of 0", tiny("algorithm.clip_low=0"), "algorithm.clip_low=0", "greater than 0"),
-    case("clip of 1", tiny("algorithm.clip_low=1"), "algorithm.clip_low=1", "less than 1"),
-    case("clip too high", tiny("algorithm.clip_high=11"), "algorithm.clip_high=11", "less than or equal to 10"),
-    case("dual clip of 1", tiny("algorithm.dual_clip=1"), "algorithm.dual_clip=1", "greater than 1"),
     case("negative KL", tiny("algorithm.kl.coef=-0.1"), "algorithm.kl.coef=-0.1", "greater than or equal to 0"),
     case("failures above 1", tiny("reward.max_failed=1.5"), "reward.max_failed=1.5", "less than or equal to 1"),
     case("no threads", tiny("placement.threads=0"), "placement.threads=0", "greater than or equal to 1"),
@@ -148,10 +144,14 @@ NUMBERS = [
 ]
 
 CHOICES = [
-    case("advantage", tiny("algorithm.advantage=gae"), "algorithm.advantage='gae'", "'grpo'", "'dr_grpo'"),
-    case("loss", tiny("algorithm.loss=ppo"), "algorithm.loss='ppo'", "'ppo_clip'"),
-    case("aggregation", tiny("algorithm.aggregation=mean"), "algorithm.aggregation='mean'", "'token-mean'"),
-    case("KL estimator", tiny("algorithm.kl.estimator=k4"), "algorithm.kl.estimator='k4'", "'k3'"),
+    case("place of the KL", tiny("algorithm.kl.place=nowhere"), "algorithm.kl.place='nowhere'", "'reward'"),
+    case("preset", tiny("algorithm.rollout_correction.preset=seq_is"), "preset='seq_is'", "'decoupled_seq_is'"),
+    case(
+        "kind of rejection",
+        tiny("algorithm.rollout_correction.rejection=[{kind: row, upper: 2}]"),
+        "kind='row'",
+        "'token'",
+    ),
     case("old log-probs", tiny("algorithm.old_logprobs=skip"), "algorithm.old_logprobs='skip'", "'bypass'"),
     case("schedule", tiny("trainer.optimizer.schedule=step"), "schedule='step'", "'cosine'"),
     case("engine", tiny("rollout.engine=magic"), "rollout.engine='magic'", "'local'"),
@@ -169,7 +169,37 @@ CHOICES = [
     case("name as a number", tiny("name=42"), "name=42", "put it into quotes"),
 ]
 
+ALGORITHM = [
+    case("advantage", tiny("algorithm.advantage=rlo"), "advantage estimator 'rlo'", "did you mean rloo"),
+    case("loss", tiny("algorithm.loss=ppo"), "policy loss 'ppo'", "did you mean", "ppo_clip"),
+    case("aggregation", tiny("algorithm.aggregation=token-men"), "aggregation 'token-men'", "did you mean token-mean"),
+    case("KL estimator", tiny("algorithm.kl.estimator=k4"), "KL estimator 'k4'", "k1, k2, k3"),
+    case("filter", tiny("algorithm.filters=[dynamic]"), "filter 'dynamic'", "dynamic_sampling"),
+    case("option of another loss", tiny("algorithm.loss_options.tau_pos=1"), "loss_options.tau_pos", "no such option"),
+    case("clip of 0", tiny("algorithm.loss_options.clip_low=0"), "loss_options.clip_low=0", "greater than 0"),
+    case("dual clip of 1", tiny("algorithm.loss_options.dual_clip=1"), "dual_clip", "greater than 1"),
+    case("GAE without a critic", tiny("algorithm.advantage=gae"), "needs a critic's values", "`critic: {}`"),
+    case("a critic for nothing", tiny("critic={}"), "uses no values", "remove the section critic"),
+    case("plugin that is not there", tiny("algorithm.plugins=[my_losses]"), "my_losses", "no such module"),
+]
+
 CONTRADICTIONS = [
+    case(
+        "preset and mode", tiny("algorithm.rollout_correction.preset=pg_is", "algorithm.old_logprobs=decoupled"),
+        "pg_is", "old_logprobs=bypass",
+    ),
+    case(
+        "preset and rule", tiny("algorithm.rollout_correction={preset: decoupled_token_is, rollout_is: sequence}"),
+        "contradicts preset decoupled_token_is",
+    ),
+    case(
+        "weights in bypass mode",
+        tiny("algorithm.old_logprobs=bypass", "algorithm.rollout_correction.rollout_is=token"),
+        "count the difference twice",
+    ),
+    case("exact KL in the reward", tiny("algorithm.kl={estimator: full, coef: 1, place: reward}"), "needs the logits"),
+    case("adaptive KL in the loss", tiny("algorithm.kl={coef: 1, controller: adaptive}"), "set place=reward"),
+    case("buffer", tiny("algorithm.overlong.buffer_tokens=13"), "buffer_tokens=13", "max_new_tokens=12"),
     case(
         "warm-up as long as the schedule",
         tiny("trainer.optimizer.schedule=linear", "trainer.optimizer.warmup_steps=2"),
@@ -286,7 +316,7 @@ RUNS = [
 ]  # fmt: skip
 
 CASES = [
-    *COMMAND_LINE, *FILES, *OVERRIDES, *NUMBERS, *CHOICES, *CONTRADICTIONS, *MODELS, *DATA, *PLACES, *RUNS
+    *COMMAND_LINE, *FILES, *OVERRIDES, *NUMBERS, *CHOICES, *ALGORITHM, *CONTRADICTIONS, *MODELS, *DATA, *PLACES, *RUNS
 ]  # fmt: skip
 
 

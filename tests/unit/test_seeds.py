@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_lib.seeds import derive_seed, row_seeds
+from grpo_lib.seeds import derive_seed, row_seeds, uniforms
 
 FEW = settings(deadline=None, max_examples=50)
 
@@ -48,3 +48,10 @@ def test_neighbouring_rows_get_unlike_seeds() -> None:
     bits = np.unpackbits(row_seeds(12, 0, 2000).view(np.uint8)).reshape(2000, 64)
     changed = (bits[1:] != bits[:-1]).mean()
     assert 0.48 < changed * 64 / 63 < 0.52
+
+
+def test_numbers_at_steps_of_their_own_are_those_of_each_step_alone() -> None:
+    seeds, steps = row_seeds(5, 0, 4), np.array([3, 0, 7, 3])
+    together = uniforms(seeds, steps)
+    assert together.tolist() == [uniforms(seeds[i : i + 1], int(step))[0] for i, step in enumerate(steps)]
+    assert len(set(together.tolist())) == 4 and ((together >= 0) & (together < 1)).all()

@@ -2,6 +2,7 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -540,7 +541,7 @@ def test_rounding_of_probabilities_near_1_does_not_blow_the_baseline_up(noise: f
 
 def test_the_weight_of_an_early_token_does_not_drown_in_what_comes_after() -> None:
     # W at position 0 is 1e-6 and 3e-6, so the baseline is 0.25 whatever the weights of later tokens.
-    early = {"old_logprobs": [0.0, math.log(0.5)], "is_weights": [1.0, 1e8]}
+    early: dict[str, Any] = {"old_logprobs": [0.0, math.log(0.5)], "is_weights": [1.0, 1e8]}
     rows = [
         a_row(token_rewards=[0.0, 1.0], sum_squared_probs=[1 + 2.0**-20, 0.5], **early),
         a_row(token_rewards=[0.0, 0.0], sum_squared_probs=[1 + 3 * 2.0**-20, 0.5], **early),
@@ -585,6 +586,7 @@ def test_options_have_the_defaults_of_the_papers() -> None:
         ("gae", {"lam": 1.1}),
         ("reinforce_plus_plus", {"gamma": math.nan}),
         ("gpg", {"f_norm": 0.0}),
+        ("gpg", {"f_norm": math.inf}),
         ("gdpo", {"weights": {"right": math.inf}}),
         ("gdpo", {"weights": ["right"]}),
     ],

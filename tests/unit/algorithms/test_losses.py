@@ -252,6 +252,19 @@ def test_losses_of_one_token_by_hand(
     assert (loss.clipped_high.tolist(), loss.clipped_low.tolist()) == ([high], [low])
 
 
+@pytest.mark.parametrize(
+    ("old", "clipped"),
+    [
+        (0.998, False),  # 0.002 log(0.002 / 1e-7) = 0.02 nats, within 0.05; to a true 1 any step is infinite
+        (0.99, True),  # 0.01 log(0.01 / 1e-7) = 0.115
+    ],
+)
+def test_in_dppo_kl_a_probability_of_1_counts_as_1_less_the_resolution_of_float32(old: float, clipped: bool) -> None:
+    loss, gradients = loss_at("dppo_kl", [-math.log(old)], [1.0], lp=0.0)
+    assert loss.clipped_high.tolist() == [clipped]
+    assert gradients == pytest.approx([0.0 if clipped else -1 / old])
+
+
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 5.0])
 def test_clip_cov_takes_selected_tokens_out_but_leaves_their_place(ratio: float) -> None:
     loss, gradients = loss_at("clip_cov", [math.log(ratio)] * 2, [1.0, -1.0], selected=True)
@@ -476,7 +489,7 @@ def test_rows_of_zero_advantages_have_no_gradient_unless_the_loss_says_so(name: 
 @BOTH_OPTIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_finite_inputs_give_finite_losses_and_gradients(name: str, with_defaults: bool, dtype: torch.dtype) -> None:
-    levels = torch.tensor([-80.0, -50.0, -30.0, -10.0, -1.0, -1e-6, -1e-9, 0.0])
+    levels = torch.tensor([-1000.0, -80.0, -50.0, -30.0, -10.0, -1.0, -1e-6, -1e-9, 0.0])
     lp, old, a = torch.cartesian_prod(levels, levels, torch.tensor([-1e3, -1.0, 0.0, 1.0, 1e3])).to(dtype).T
     for size in (1, 3, len(lp)):
         edges = torch.tensor([*range(0, len(lp), size), len(lp)])

@@ -58,7 +58,7 @@ def random_batch(seed: int, rows: int = 12) -> Batch:
 
 def objective(batch: Batch, aggregation: str, logprobs: Tensor) -> Tensor:
     """What is summed, token by token."""
-    weights = AGGREGATIONS[aggregation](batch.mask, batch.offsets, LONGEST)
+    weights = AGGREGATIONS[aggregation].function(batch.mask, batch.offsets, LONGEST)
     advantages = repeat_rows(batch.advantages, batch.offsets)
     loss = ppo_clip(logprobs, batch.old, advantages, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL)
     return weights * (loss.values + KL_COEF * k3(logprobs, batch.ref))
@@ -133,7 +133,7 @@ def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(
     rows = len(batch.offsets) - 1
     part_of_row = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows)))
     part_of_token = repeat_rows(part_of_row, batch.offsets)
-    weights = AGGREGATIONS[aggregation](batch.mask, batch.offsets, LONGEST)
+    weights = AGGREGATIONS[aggregation].function(batch.mask, batch.offsets, LONGEST)
     advantages = repeat_rows(batch.advantages, batch.offsets)
     split = batch.logprobs.clone().requires_grad_()
     total = 0.0

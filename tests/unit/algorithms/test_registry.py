@@ -1,6 +1,6 @@
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 from pydantic import Field
@@ -15,7 +15,7 @@ from grpo_lib.algorithms.metrics import METRICS
 from grpo_lib.algorithms.registry import Entry, Registry, call, nearest
 from grpo_lib.errors import ConfigError
 
-EVERY = [ADVANTAGES, LOSSES, KL_ESTIMATORS, AGGREGATIONS, FILTERS, GROUPINGS, METRICS]
+EVERY: list[Registry[Any]] = [ADVANTAGES, LOSSES, KL_ESTIMATORS, AGGREGATIONS, FILTERS, GROUPINGS, METRICS]
 ENTRIES = [pytest.param(registry, entry, id=f"{entry.kind}: {entry.name}") for registry in EVERY for entry in registry]
 
 Warmth = Annotated[float, Field(ge=0, le=1, description="How warm.")]

@@ -62,9 +62,9 @@ def train_table(rows: int) -> pa.Table:
     return pa.table(columns, schema=DATASET)
 
 
-def taken(rows: int, iterations: range, count: int, seed: int = 0) -> list[int]:
+def taken(rows: int, batches: range, count: int, seed: int = 0) -> list[int]:
     table = train_table(rows)
-    parts = [take_prompts(table, iteration=k, count=count, seed=seed) for k in iterations]
+    parts = [take_prompts(table, batch=k, count=count, seed=seed) for k in batches]
     return [row for part in parts for row in part.column("dataset_row").to_pylist()]
 
 
@@ -82,30 +82,30 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
     assert len(orders) == 3 and tuple(range(20)) not in orders
 
 
-def test_an_iteration_that_crosses_the_end_of_an_epoch_says_so_row_by_row() -> None:
-    batch = take_prompts(train_table(5), iteration=1, count=3, seed=0)
+def test_a_batch_that_crosses_the_end_of_an_epoch_says_so_row_by_row() -> None:
+    batch = take_prompts(train_table(5), batch=1, count=3, seed=0)
     assert batch.column("epoch").to_pylist() == [0, 0, 1]
     sequence = taken(5, range(4), 3)
     assert batch.column("dataset_row").to_pylist() == sequence[3:6]
     assert sorted(sequence[:5]) == sorted(sequence[5:10]) == [0, 1, 2, 3, 4]
 
 
-def test_an_iteration_may_be_longer_than_an_epoch() -> None:
-    batch = take_prompts(train_table(2), iteration=0, count=5, seed=0)
+def test_a_batch_may_be_longer_than_an_epoch() -> None:
+    batch = take_prompts(train_table(2), batch=0, count=5, seed=0)
     assert batch.column("epoch").to_pylist() == [0, 0, 1, 1, 2]
 
 
-def test_the_prompts_of_an_iteration_follow_from_its_number_and_the_seed_alone() -> None:
+def test_the_prompts_of_a_batch_follow_from_its_number_and_the_seed_alone() -> None:
     table = train_table(30)
-    later = take_prompts(table, iteration=4, count=8, seed=3)
-    for iteration in range(4):
-        take_prompts(table, iteration=iteration, count=8, seed=3)
-    assert take_prompts(table, iteration=4, count=8, seed=3).equals(later)
-    assert not take_prompts(table, iteration=4, count=8, seed=4).equals(later)
+    later = take_prompts(table, batch=4, count=8, seed=3)
+    for batch in range(4):
+        take_prompts(table, batch=batch, count=8, seed=3)
+    assert take_prompts(table, batch=4, count=8, seed=3).equals(later)
+    assert not take_prompts(table, batch=4, count=8, seed=4).equals(later)
 
 
 def test_a_batch_holds_the_columns_of_its_dataset_rows() -> None:
-    batch = take_prompts(train_table(9), iteration=2, count=4, seed=1)
+    batch = take_prompts(train_table(9), batch=2, count=4, seed=1)
     assert batch.schema == PROMPTS
     for row in batch.to_pylist():
         number = row["dataset_row"]

@@ -52,7 +52,9 @@ def test_iterations_change_no_key_where_the_learning_rate_does_not_depend_on_the
     assert stage_key(SPEC, changed(constant, "iterations=9"), [], 7) == stage_key(SPEC, changed(constant), [], 7)
 
 
-@pytest.mark.parametrize("override", ["rollout.temperature=0.5", "algorithm.clip_low=0.1", "name=other", "store.uri=x"])
+@pytest.mark.parametrize(
+    "override", ["rollout.temperature=0.5", "algorithm.loss_options={clip_low: 0.1}", "name=other", "store.uri=x"]
+)
 def test_a_key_does_not_change_with_what_is_not_declared(config: RunConfig, override: str) -> None:
     assert stage_key(SPEC, changed(override), [], 7) == stage_key(SPEC, config, [], 7)
 
@@ -84,7 +86,15 @@ def test_the_slice_holds_the_declared_values_and_nothing_else(config: RunConfig)
         "reward": {"correct": 1.0, "format_only": 0.1, "max_failed": 0.05},
         "rollout.samples": 8,
         "decay_steps": 120,
-        "algorithm.kl": {"estimator": "k3", "coef": 0.0},
+        "algorithm.kl": {
+            "estimator": "k3",
+            "coef": 0.0,
+            "place": "loss",
+            "controller": "fixed",
+            "target": 0.1,
+            "horizon": 10_000.0,
+            "importance": False,
+        },
     }
 
 
@@ -115,8 +125,8 @@ def test_a_view_refuses_what_is_not_declared_and_names_stage_and_path(config: Ru
         _ = view.rollout.temperature
     with pytest.raises(AttributeError, match="'reward' reads 'seed'"):
         _ = view.seed
-    with pytest.raises(AttributeError, match=r"'algorithm\.clip_low'"):
-        _ = view.algorithm.clip_low
+    with pytest.raises(AttributeError, match=r"'algorithm\.loss_options'"):
+        _ = view.algorithm.loss_options
     with pytest.raises(AttributeError, match="'model_dump'"):
         view.model_dump()
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grpo_lib.errors import NonFiniteError
 from grpo_lib.training import logprobs
-from grpo_lib.training.logprobs import token_logprobs
+from grpo_lib.training.logprobs import token_logprobs, token_logprobs_and_kl, token_sum_squared_probs
 from grpo_lib.training.microbatches import Sequences, micro_batch
 from grpo_lib.training.scoring import score
 
@@ -16,18 +16,25 @@ MakeSequences = Callable[[int, int], Sequences]
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
 
 
-@torch.no_grad()
-def one_row_at_a_time(model: Any, sequences: Sequences, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies from the model's own logits, no padding, no chunks."""
-    scores, entropies = [], []
+def logits_one_row_at_a_time(model: Any, sequences: Sequences, temperature: float) -> Tensor:
+    """``float64[N, V]``: the model's own logits, no padding, no chunks."""
+    rows = []
     for row in range(sequences.responses.rows):
         alone = sequences.gather(torch.tensor([row]))
         prompt, response = alone.prompts.values.long(), alone.responses.values.long()
         logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0].double() / temperature
-        for place, token in enumerate(response.tolist()):
-            z = logits[len(prompt) - 1 + place]
-            scores.append(z[token] - z.logsumexp(0))
-            entropies.append(z.logsumexp(0) - (z.softmax(0) * z).sum())
+        rows.append(logits[len(prompt) - 1 : -1])
+    return torch.cat(rows)
+
+
+@torch.no_grad()
+def one_row_at_a_time(model: Any, sequences: Sequences, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies."""
+    scores, entropies = [], []
+    logits = logits_one_row_at_a_time(model, sequences, temperature)
+    for z, token in zip(logits, sequences.responses.values.tolist(), strict=True):
+        scores.append(z[token] - z.logsumexp(0))
+        entropies.append(z.logsumexp(0) - (z.softmax(0) * z).sum())
     return torch.stack(scores), torch.stack(entropies)
 
 
@@ -87,13 +94,13 @@ def test_chunks_change_neither_values_nor_gradients(
     tokens = len(sequences.responses.values)
     batch = micro_batch(sequences, torch.arange(5))
     sizes: list[int] = []
-    head = logprobs._head
+    logits = logprobs._logits
 
-    def seen(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def seen(hidden: Tensor, *arguments: Any) -> Tensor:
         sizes.append(len(hidden))
-        return head(hidden, *arguments)
+        return logits(hidden, *arguments)
 
-    monkeypatch.setattr(logprobs, "_head", seen)
+    monkeypatch.setattr(logprobs, "_logits", seen)
 
     def run(model: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         scored = token_logprobs(model, batch, 0.7)
@@ -130,3 +137,74 @@ def test_log_probs_stay_float32_under_autocast(make_model: MakeModel, make_seque
     assert (reduced.values.dtype, entropy.values.dtype) == (torch.float32, torch.float32)
     difference = (reduced.values - exact.values).abs().max()
     assert 0 < difference < 0.1
+
+
+# --- whole distributions ----------------------------------------------------------------------------------------------
+
+
+def perturbed(model: Any) -> Any:
+    """The model with other weights."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("tokens_a_chunk", [1, 5, 10_000])
+def test_the_exact_kl_and_its_gradient_are_those_of_the_full_logits_of_both_models(
+    make_model: MakeModel,
+    make_sequences: MakeSequences,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    tokens_a_chunk: int,
+) -> None:
+    sequences = make_sequences(8, 5)
+    reference = perturbed(make_model(architecture))
+    model = make_model(architecture)
+    monkeypatch.setattr(logprobs, "CHUNK_VALUES", 2 * tokens_a_chunk * len(model.get_output_embeddings().weight))
+    scored, exact = token_logprobs_and_kl(model, reference, micro_batch(sequences, torch.arange(5)), 0.7)
+    weights = torch.linspace(-1, 1, len(scored.logprobs))
+    (weights * (exact.full + scored.logprobs)).sum().backward()
+
+    plain = make_model(architecture)
+    log_p = logits_one_row_at_a_time(plain, sequences, 0.7).log_softmax(-1)
+    with torch.no_grad():
+        log_q = logits_one_row_at_a_time(reference, sequences, 0.7).log_softmax(-1)
+    tokens = sequences.responses.values.long()[:, None]
+    kl, lp = (log_p.exp() * (log_p - log_q)).sum(-1), log_p.gather(1, tokens).squeeze(1)
+    (weights * (kl + lp)).sum().backward()
+
+    assert float(kl.detach().min()) > 1e-3
+    torch.testing.assert_close(exact.full.double(), kl, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(scored.logprobs.double(), lp, rtol=0, atol=1e-5)
+    torch.testing.assert_close(exact.ref_logprobs.double(), log_q.gather(1, tokens).squeeze(1), rtol=0, atol=1e-5)
+    alone = token_logprobs(make_model(architecture), micro_batch(sequences, torch.arange(5)), 0.7)
+    torch.testing.assert_close(scored.entropy, alone.entropy, rtol=0, atol=1e-6)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=5e-5)
+    assert all(parameter.grad is None for parameter in reference.parameters())
+
+
+def test_the_exact_kl_to_itself_is_0(make_model: MakeModel, make_sequences: MakeSequences) -> None:
+    batch = micro_batch(make_sequences(2, 3), torch.arange(3))
+    _, exact = token_logprobs_and_kl(make_model(), make_model(), batch, 1.0)
+    assert float(exact.full.abs().max()) < 1e-6
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("tokens_a_chunk", [1, 10_000])
+def test_sums_of_squared_probabilities_are_those_of_the_full_logits(
+    make_model: MakeModel,
+    make_sequences: MakeSequences,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    tokens_a_chunk: int,
+) -> None:
+    model, sequences = make_model(architecture), make_sequences(8, 5)
+    monkeypatch.setattr(logprobs, "CHUNK_VALUES", tokens_a_chunk * len(model.get_output_embeddings().weight))
+    with torch.no_grad():
+        found = token_sum_squared_probs(model, micro_batch(sequences, torch.arange(5)), 0.7)
+        expected = logits_one_row_at_a_time(model, sequences, 0.7).softmax(-1).square().sum(-1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,5 @@
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from grpo_lib.seeds import derive_seed
 from grpo_lib.storage.keys import ConfigView, StageSpec, stage_key
 from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.stages import ArtifactRef, StageStore
-from grpo_lib.training.base import Batching, Objective, StepMetrics, UpdateBatch
+from grpo_lib.training.base import Batching, KlTerm, Objective, StepMetrics, UpdateBatch
 from grpo_lib.training.updates import UPDATE, objective, run_update, update_batch, update_summary, update_table
 
 Commit = Callable[..., ArtifactRef]
@@ -36,17 +37,18 @@ def rollouts() -> pa.Table:
         "response_ids": pa.array([[5], [6, 7], [8, 9]], TOKENS),
         "response_mask": pa.array([[1], [1, 1], [1, 1]], MASK),
         "rollout_logprobs": pa.array([[-0.5], [-1.0, -1.5], [-2.0, -2.5]], FLOATS),
+        "seed": pa.array([11, 12, 13], pa.int64()),
     }
     return pa.table(columns)
 
 
-def advantages() -> pa.Table:
+def advantages(**more: pa.Array) -> pa.Table:
     columns = {
         "rollout_id": IDS,
         "advantages": pa.array([[0.25], [-0.25, -0.25], [0, 0]], FLOATS),
         "response_mask": pa.array([[1], [1, 1], [0, 0]], MASK),
     }
-    return pa.table(columns)
+    return pa.table(columns | more)
 
 
 def logprobs(name: str, shift: float = 0.0) -> pa.Table:
@@ -106,7 +108,45 @@ def test_the_datasets_of_an_iteration_are_joined_by_position(stages: StageStore,
     assert lists(batch.old_logprobs) == [[-0.25], [-0.75, -1.25], [-1.75, -2.25]]
     assert lists(batch.ref_logprobs) == [[-0.125], [-0.625, -1.125], [-1.625, -2.125]]
     assert batch.group_ids.tolist() == [40, 40, 41]
+    assert batch.row_seeds.tolist() == [11, 12, 13]
     assert lists(batch.mask) == [[1], [1, 1], [0, 0]]  # of the advantages: rows without a reward are taken out
+    assert (batch.is_weights, batch.values, batch.returns) == (None, None, None)
+
+
+def test_weights_returns_and_values_are_read_where_the_algorithm_made_them(
+    stages: StageStore, commit: Commit, inputs: list[ArtifactRef]
+) -> None:
+    more = {
+        "is_weights": pa.array([[1.5], [0.5, 2.0], [0, 0]], FLOATS),
+        "returns": pa.array([[1.0], [2.0, 3.0], [0, 0]], FLOATS),
+    }
+    richer = [commit("advantage", advantages(**more), shard=1), commit("values", logprobs("values"))]
+    batch = update_batch(stages, [*richer, *without(inputs, "advantage")])
+    assert lists(batch.is_weights) == [[1.5], [0.5, 2.0], [0, 0]]
+    assert lists(batch.returns) == [[1.0], [2.0, 3.0], [0, 0]]
+    assert lists(batch.values) == [[-0.25], [-0.75, -1.25], [-1.75, -2.25]]
+
+
+def test_a_row_that_was_drawn_several_times_stands_several_times_and_one_that_was_not_drawn_is_gone(
+    stages: StageStore, commit: Commit, inputs: list[ArtifactRef]
+) -> None:
+    more = {
+        "copies": pa.array([0, 2, 1], pa.int32()),
+        "is_weights": pa.array([[1.5], [0.5, 2.0], [0, 0]], FLOATS),
+        "returns": pa.array([[1.0], [2.0, 3.0], [0, 0]], FLOATS),
+    }
+    drawn = [commit("advantage", advantages(**more), shard=1), commit("values", logprobs("values"))]
+    batch = update_batch(stages, [*drawn, *without(inputs, "advantage")])
+    assert lists(batch.sequences.prompts) == [[1, 2], [1, 2], [3]]
+    assert lists(batch.sequences.responses) == [[6, 7], [6, 7], [8, 9]]
+    assert lists(batch.mask) == [[1, 1], [1, 1], [0, 0]]
+    assert lists(batch.advantages) == [[-0.25, -0.25], [-0.25, -0.25], [0, 0]]
+    assert lists(batch.old_logprobs) == [[-0.75, -1.25], [-0.75, -1.25], [-1.75, -2.25]]
+    assert lists(batch.ref_logprobs) == [[-0.625, -1.125], [-0.625, -1.125], [-1.625, -2.125]]
+    assert lists(batch.is_weights) == [[0.5, 2.0], [0.5, 2.0], [0, 0]]
+    assert lists(batch.returns) == [[2.0, 3.0], [2.0, 3.0], [0, 0]]
+    assert lists(batch.values) == [[-0.75, -1.25], [-0.75, -1.25], [-1.75, -2.25]]
+    assert batch.group_ids.tolist() == [40, 40, 41] and batch.row_seeds.tolist() == [12, 12, 13]
 
 
 def test_without_recomputed_log_probs_the_engine_s_are_the_anchor(
@@ -133,6 +173,7 @@ def test_rollouts_of_several_shards_are_put_together_in_order(
         ("advantage", advantages()),
         ("old_logprobs", logprobs("old_logprobs")),
         ("ref_logprobs", logprobs("ref_logprobs")),
+        ("values", logprobs("values")),
     ],
 )
 def test_a_dataset_of_other_rollouts_is_refused_by_name(
@@ -169,11 +210,13 @@ def test_an_update_is_cut_as_the_configuration_says_and_shuffled_by_its_iteratio
     assert batch.group_ids.tolist() == [40, 40, 41]
 
 
+def objective_of(*overrides: str) -> Objective:
+    return objective(ConfigView(config_of(*overrides), UPDATE))
+
+
 def test_the_objective_is_made_of_what_the_stage_declares() -> None:
-    config = config_of(
-        "algorithm.clip_low=0.1",
-        "algorithm.clip_high=0.5",
-        "algorithm.dual_clip=2",
+    made = objective_of(
+        "algorithm.loss_options={clip_low: 0.1, clip_high: 0.5, dual_clip: 2}",
         "algorithm.aggregation=seq-mean-token-sum-norm",
         "algorithm.kl.estimator=k2",
         "algorithm.kl.coef=0.25",
@@ -181,15 +224,66 @@ def test_the_objective_is_made_of_what_the_stage_declares() -> None:
         "rollout.temperature=0.75",
         "rollout.max_new_tokens=20",
     )
-    made = objective(ConfigView(config, UPDATE))
     old = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     ratio = torch.tensor([2.0, 0.5, 3.0, 1.2])
     loss = made.policy_loss(old + ratio.log(), old, torch.tensor([1.0, -1.0, -1.0, 1.0]))
     assert loss.values.tolist() == pytest.approx([-1.5, 0.9, 2.0, -1.2])
     weights = made.aggregation(torch.tensor([1, 1, 0, 1], dtype=torch.uint8), torch.tensor([0, 3, 4]))
     assert weights.tolist() == pytest.approx([1 / 40, 1 / 40, 0.0, 1 / 40])
-    assert made.kl(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist() == [2.0]
-    assert (made.kl_coef, made.entropy_coef, made.temperature) == (0.25, 0.5, 0.75)
+    assert made.kl is not None and made.kl.estimator is not None
+    assert made.kl.estimator(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist() == [2.0]
+    assert (made.kl.coef, made.kl.straight_through, made.kl.importance) == (0.25, False, False)
+    assert (made.entropy_coef, made.temperature) == (0.5, 0.75)
+    assert made.select is None and made.correction is None and made.zero_without_advantage
+
+
+def test_a_kl_with_a_plus_keeps_its_value_and_has_the_gradient_of_k2() -> None:
+    made = objective_of("algorithm.kl={estimator: k3+, coef: 0.5, importance: true}").kl
+    assert made is not None and made.estimator is not None and made.importance
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    value = made.estimator(logprobs, torch.tensor([-2.0]))
+    value.sum().backward()
+    assert value.tolist() == [pytest.approx(math.exp(-1.0))] and logprobs.grad is not None
+    assert logprobs.grad.tolist() == [1.0]  # k3's own would be 1 - exp(-1)
+
+
+@pytest.mark.parametrize(("name", "straight"), [("full", False), ("full+", True)])
+def test_the_exact_kl_is_left_to_the_trainer(name: str, straight: bool) -> None:
+    made = objective_of(f"algorithm.kl={{estimator: {name}, coef: 0.5}}").kl
+    assert made == KlTerm(coef=0.5, estimator=None, straight_through=straight)
+
+
+@pytest.mark.parametrize("kl", ["{coef: 0}", "{coef: 0.1, place: reward}"])
+def test_a_kl_that_is_off_or_in_the_reward_is_no_term_of_the_loss(kl: str) -> None:
+    assert objective_of(f"algorithm.kl={kl}").kl is None
+
+
+def test_a_loss_brings_its_helper_its_aggregation_and_what_has_to_be_known_of_it() -> None:
+    made = objective_of("algorithm.loss=kl_cov", "algorithm.loss_options={kl_cov_ratio: 0.5, coef: 2}")
+    logprobs, advantages = torch.tensor([-1.0, -2.0, -3.0, -5.0]), torch.tensor([2.0, 2.0, 0.0, 0.0])
+    assert made.select is not None and not made.zero_without_advantage
+    selected = made.select(logprobs, advantages)  # covariances 1.75, 0.75, 0.25, 2.25
+    assert selected.tolist() == [True, False, False, True]
+    loss = made.policy_loss(logprobs, logprobs - 1, torch.zeros(4), selected)
+    assert loss.values.tolist() == [2.0, 0.0, 0.0, 2.0]
+    weights = objective_of("algorithm.loss=gspo").aggregation(torch.tensor([1, 1, 1, 1]), torch.tensor([0, 3, 4]))
+    assert weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+
+
+def test_only_in_bypass_mode_the_update_corrects_by_itself() -> None:
+    rule = "algorithm.rollout_correction={rejection: [{kind: token, upper: 2}], token_veto_threshold: 0.01}"
+    assert objective_of(rule).correction is None  # the advantage stage has done it
+    assert objective_of("algorithm.old_logprobs=bypass").correction is None
+    made = objective_of(rule, "algorithm.old_logprobs=bypass").correction
+    assert made is not None
+    ratio = torch.tensor([1.0, 3.0, 0.4, 1.0, 0.001])
+    kept, weights = made(ratio.log(), torch.tensor([0, 3, 5]))
+    assert (kept.tolist(), weights) == ([True, False, False, False, False], None)
+    weighed = objective_of("algorithm.rollout_correction={preset: pg_is, is_upper: 3}").correction
+    assert weighed is not None
+    kept, weights = weighed(torch.tensor([2.0, 2.0, 0.5]).log(), torch.tensor([0, 2, 3]))
+    assert weights is not None
+    assert (kept.tolist(), weights.tolist()) == ([True] * 3, pytest.approx([3.0, 3.0, 0.5]))
 
 
 def steps() -> list[StepMetrics]:
