@@ -17,14 +17,19 @@ from grpo_lib.types import RewardResult, Sample
 Row = tuple[str, str, str, bool | None]
 
 
-def table_of(rows: list[Row], lengths: list[int] | None = None, finish: list[str] | None = None) -> pa.Table:
+def table_of(
+    rows: list[Row],
+    lengths: list[int] | None = None,
+    finish: list[str] | None = None,
+    answers: list[str | None] | None = None,
+) -> pa.Table:
     """Rows of (mode, data source, prompt id, correct); the reward is 1 or 0.25."""
     count = len(rows)
     columns = {
         "prompt_id": [prompt for _, _, prompt, _ in rows],
         "data_source": [source for _, source, _, _ in rows],
         "mode": [mode for mode, _, _, _ in rows],
-        "sample": [0] * count,
+        "sample": list(range(count)),
         "prompt": [""] * count,
         "text": [""] * count,
         "reference": [""] * count,
@@ -32,6 +37,7 @@ def table_of(rows: list[Row], lengths: list[int] | None = None, finish: list[str
         "finish_reason": finish or ["stop"] * count,
         "value": [None if correct is None else 1.0 if correct else 0.25 for *_, correct in rows],
         "correct": [correct for *_, correct in rows],
+        "answer": answers or [None] * count,
         "reason": [None] * count,
     }
     return pa.table(columns, schema=EVALUATION)
@@ -39,6 +45,21 @@ def table_of(rows: list[Row], lengths: list[int] | None = None, finish: list[str
 
 def sampled(outcomes: dict[str, list[bool | None]], source: str = "toy") -> list[Row]:
     return [("sampled", source, prompt, each) for prompt, row in outcomes.items() for each in row]
+
+
+def test_the_commonest_answer_of_the_first_k_samples_counts_in_maj_at_k_overall_and_per_source() -> None:
+    rows = [*sampled({"a": [True, False, True], "b": [False, False, True]}, "one"), *sampled({"c": [True] * 3}, "two")]
+    answers: list[str | None] = ["7", "5", "7", "1", "1", "4", "9", None, "9"]
+    summary = evaluation_summary(table_of(rows, answers=answers), [1, 2, 3])
+    # a: 7 wins two to one. b: 1 wins and is wrong. c: 9. With two samples a ties: half a point.
+    assert summary["maj_at_3"] == pytest.approx(2 / 3) and summary["maj_at_2"] == pytest.approx(1.5 / 3)
+    assert summary["one/maj_at_3"] == pytest.approx(1 / 2) and summary["two/maj_at_3"] == 1.0
+    assert "maj_at_1" not in summary
+
+
+def test_without_answers_there_is_no_majority() -> None:
+    summary = evaluation_summary(table_of(sampled({"a": [True, False]})), [1, 2])
+    assert not any("maj_at" in name for name in summary)
 
 
 def test_accuracy_standard_error_and_pass_at_k_by_hand() -> None:

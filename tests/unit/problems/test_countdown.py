@@ -144,6 +144,11 @@ def test_the_parser_never_raises_and_agrees_with_python(text: str) -> None:
 # The reward
 
 
+def test_answers_vote_by_their_expression_without_spaces_and_no_answer_does_not_vote() -> None:
+    assert answered("30 - 12+7").answer == answered("30-12+7").answer == "30-12+7"
+    assert answered("thirty").answer is None
+
+
 def test_the_right_answer_earns_the_full_reward() -> None:
     assert answered("30-12+7") == RewardResult(value=1.0, components={"correct": 1.0, "format": 1.0})
     assert answered("7+30-12").value == 1.0

@@ -87,6 +87,11 @@ def test_the_value_as_plain_digits_is_right() -> None:
     assert judged("<think></think><answer>-2</answer>", "-2") == right
 
 
+def test_equal_values_vote_together() -> None:
+    answers = [judged(f"<think></think><answer>{text}</answer>").answer for text in ("13", " 013", "-2", "x")]
+    assert answers == ["13", "13", "-2", None]
+
+
 @pytest.mark.parametrize("answer", ["12", "14", "-13", "28", "130", "1", "0"])
 def test_another_value_earns_the_format_reward(answer: str) -> None:
     result = judged(f"<think></think><answer>{answer}</answer>")

@@ -132,6 +132,11 @@ def test_an_equal_number_is_right_however_it_is_written(extraction: str) -> None
         assert judged(f"So\n#### {written}", "1,200", extraction) == right
 
 
+def test_equal_numbers_vote_together_and_no_number_does_not_vote() -> None:
+    answers = [judged(text, "72", "strict").answer for text in ("#### 1,200.50", "#### $1200.5", "1200.5")]
+    assert answers == ["2401/2", "2401/2", None]
+
+
 @pytest.mark.parametrize("extraction", ["strict", "flexible"])
 @pytest.mark.parametrize("written", ["71", "73", "-72", "7.2", "72.01", "720", "0.72", "7,200"])
 def test_another_number_is_wrong(written: str, extraction: str) -> None:
