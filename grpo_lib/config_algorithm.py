@@ -177,8 +177,10 @@ class AlgorithmConfig(Section):
     def _expand_preset(cls, values: Any) -> Any:
         """A preset fills in what is not given; what contradicts it is refused."""
         correction = values.get("rollout_correction") if isinstance(values, dict) else None
+        if isinstance(correction, RolloutCorrectionConfig):
+            correction = correction.model_dump(exclude_unset=True)
         name = correction.get("preset") if isinstance(correction, dict) else None
-        if name not in PRESETS or not isinstance(correction, dict):
+        if not isinstance(name, str) or name not in PRESETS or not isinstance(correction, dict):
             return values
         mode, loss, settings = PRESETS[name]
         if values.get("old_logprobs", mode) != mode:
@@ -213,7 +215,9 @@ class AlgorithmConfig(Section):
 
 def _shape(correction: dict[str, Any]) -> dict[str, Any]:
     """What of a correction a preset fixes."""
-    rules = [rule.get("kind") if isinstance(rule, dict) else rule for rule in correction.get("rejection") or []]
+    rules = correction.get("rejection") or []
+    if isinstance(rules, list):
+        rules = [rule.get("kind") if isinstance(rule, dict) else rule for rule in rules]
     return {
         "rollout_is": correction.get("rollout_is"),
         "rejection": rules,

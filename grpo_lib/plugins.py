@@ -35,7 +35,7 @@ def load_plugins(modules: Sequence[str]) -> None:
         ConfigError: a module that is not there or fails, with its error.
     """
     for point in entry_points(group=GROUP):
-        _import(point.value, f"the installed plugin {point.name!r}")
+        _import(point.module, f"the installed plugin {point.name!r}")
     if modules and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     for module in modules:

@@ -7,7 +7,7 @@ from grpo_lib.algorithms.advantages import ADVANTAGES
 from grpo_lib.algorithms.aggregation import AGGREGATIONS
 from grpo_lib.algorithms.filters import FILTERS
 from grpo_lib.algorithms.groupings import GROUPINGS
-from grpo_lib.algorithms.kl import KL_ESTIMATORS, kl_estimator
+from grpo_lib.algorithms.kl import KL_ESTIMATORS, full, kl_estimator
 from grpo_lib.algorithms.losses import LOSSES
 from grpo_lib.algorithms.metrics import METRICS
 from grpo_lib.algorithms.registry import Entry, Registry
@@ -42,15 +42,25 @@ def check_algorithm(config: RunConfig) -> None:
         if name.removesuffix("+" if setting == "kl.estimator" else "") not in registry:
             registry[name]  # raises, with the nearest names
         if setting != "kl.estimator":
-            registry[name].bind(options, f"algorithm.{setting}_options")
+            has_options = setting in ("advantage", "loss")
+            registry[name].bind(options, f"algorithm.{setting}_options" if has_options else f"algorithm.{setting}")
+    kl = KL_ESTIMATORS[algorithm.kl.estimator.removesuffix("+")]
+    if kl.function is not full and kl.columns != ("logprobs", "ref_logprobs"):
+        raise ConfigError(
+            f"algorithm.kl.estimator={algorithm.kl.estimator}: KL estimator {kl.name!r} takes {', '.join(kl.columns)}; "
+            "one of your own takes logprobs, ref_logprobs"
+        )
     if not full_kl(algorithm):
         kl_estimator(algorithm.kl.estimator)
     estimator = ADVANTAGES[algorithm.advantage]
-    if "group_ids" in estimator.columns and algorithm.grouping == "prompt" and config.rollout.samples < 2:
-        raise ConfigError(
-            f"rollout.samples={config.rollout.samples}: {algorithm.advantage} compares the responses of a group and "
-            "needs at least 2 (8 is usual)"
-        )
+    columns = {algorithm.advantage: estimator.columns}
+    columns |= {each.name: FILTERS[each.name].columns for each in algorithm.filters}
+    for name, wants in columns.items():
+        if "group_ids" in wants and algorithm.grouping == "prompt" and config.rollout.samples < 2:
+            raise ConfigError(
+                f"rollout.samples={config.rollout.samples}: {name} compares the responses of a group and "
+                "needs at least 2 (8 is usual)"
+            )
     if "sum_squared_probs" in estimator.columns and algorithm.old_logprobs == "bypass":
         raise ConfigError(
             f"algorithm.advantage={algorithm.advantage} needs the old policy's distribution, which the trainer "

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_lib.algorithms.mismatch import Mismatch, RowSums, cleared, count
-from grpo_lib.data.ragged import row_blocks, segment_max, segment_min, segment_sum
+from grpo_lib.algorithms.mismatch import Counts, Flags, Floats, Mismatch, RowSums
+from grpo_lib.data.ragged import row_blocks
 from grpo_lib.errors import AlgorithmError
 
 Level = Literal["token", "sequence"]
@@ -91,29 +91,31 @@ def correct(
     Raises:
         AlgorithmError: no token is left, naming what rejected how many.
     """
-    # numpy asks for huge pages, torch does not: fresh memory costs half as much.
-    kept = torch.from_numpy(np.zeros(len(mask), dtype=np.bool_))
-    weights = None if importance is None else torch.from_numpy(np.zeros(len(mask), dtype=np.float32))
+    # Fresh memory of numpy's is in huge pages, of torch's not: it costs half as much.
+    kept = np.zeros(len(mask), dtype=np.bool_)
+    weights = None if importance is None else np.zeros(len(mask), dtype=np.float32)
     mismatch = _mismatch(importance)
     touched: dict[str, int] = {}
     for rows in row_blocks(offsets):
         tokens = slice(int(offsets[rows.start]), int(offsets[rows.stop]))
-        inside = offsets[rows.start : rows.stop + 1] - tokens.start
-        block, rollout, nonfinite = _finite(old_logprobs[tokens], rollout_logprobs[tokens], mask[tokens], inside)
-        left = _keep(block, rejections, veto, touched)
-        of_tokens = cleared(block.rho if importance is None else _weights(block, importance), left)
+        inside = offsets[rows.start : rows.stop + 1].numpy() - tokens.start
+        old, rollout, m = (column[tokens].numpy() for column in (old_logprobs, rollout_logprobs, mask))
+        block, rollout, nonfinite = _finite(old, rollout, m, inside)
+        kept[tokens], left = _keep(block, rejections, veto, touched)
+        of_tokens = block.rho if importance is None else _weights(block, importance)
+        of_tokens = np.multiply(of_tokens, kept[tokens], out=None if weights is None else weights[tokens])
         mismatch.add(block, rollout, left, of_tokens, nonfinite)
-        kept[tokens] = left
-        if weights is not None:
-            weights[tokens] = of_tokens
-    if mismatch.tokens + mismatch.nonfinite and not mismatch.kept_tokens:
+    if mismatch.tokens + mismatch.nonfinite and not mismatch.tokens_left:
         raise AlgorithmError(_nothing_left(mismatch, touched))
     scale = 1.0
     if weights is not None and importance is not None and importance.batch_normalize:
         scale = mismatch.mean_weight()
         weights /= scale
-    metrics = mismatch.metrics(scale) | {f"{rule}_rejected_rows": float(rows) for rule, rows in touched.items()}
-    return Correction(weights=weights, mask=kept, metrics=metrics)
+    return Correction(
+        weights=None if weights is None else torch.from_numpy(weights),
+        mask=torch.from_numpy(kept),
+        metrics=mismatch.metrics(scale) | {f"{rule}_rejected_rows": float(rows) for rule, rows in touched.items()},
+    )
 
 
 def correct_rows(
@@ -128,28 +130,35 @@ def correct_rows(
 
     What bypass mode needs at each micro-batch, with ``log_rho = lp - lp_roll``. Nothing here looks beyond a row.
     """
-    rows = RowSums(log_rho.detach(), torch.ones_like(log_rho, dtype=torch.bool), offsets)
-    kept = _keep(rows, rejections, veto, {})
-    return kept, None if importance is None else _weights(rows, importance) * kept
+    x = log_rho.detach().cpu().numpy()
+    rows = RowSums(x, np.ones(len(x), dtype=np.bool_), offsets.cpu().numpy())
+    kept, _ = _keep(rows, rejections, veto, {})
+    device = log_rho.device
+    weights = None if importance is None else torch.from_numpy(_weights(rows, importance) * kept).float().to(device)
+    return torch.from_numpy(kept).to(device), weights
 
 
 def _mismatch(importance: Importance | None) -> Mismatch:
+    """Bounds that are not set are 2 and 1 over the upper one."""
     upper = importance.upper if importance else 2.0
     lower = importance.lower if importance and importance.lower is not None else 1 / upper
     return Mismatch(upper=upper, lower=lower, by_row=importance is not None and importance.level == "sequence")
 
 
-def _finite(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor) -> tuple[RowSums, Tensor, int]:
+def _finite(old: Floats, rollout: Floats, mask: Flags, offsets: Counts) -> tuple[RowSums, Floats, int]:
     """Of a block: the rows, the engine's log-probs (0 where not taken), how many tokens are dropped as not finite."""
-    log_rho = old - rollout
-    finite = torch.from_numpy(np.isfinite(log_rho.numpy()))
-    taken = mask & finite
-    valid = count(taken)
-    if valid < len(mask):
-        if count(finite) < len(mask):
-            log_rho, rollout = log_rho.where(finite, 0.0), rollout.where(finite, 0.0)
-        log_rho, rollout = cleared(log_rho, taken), cleared(rollout, taken)
-    return RowSums(log_rho, taken, offsets), rollout, count(mask) - valid
+    with np.errstate(invalid="ignore"):
+        log_rho = old - rollout
+    finite = np.isfinite(log_rho)
+    nonfinite = 0
+    if not finite.all():
+        nonfinite = int(np.count_nonzero(mask & ~finite))
+        log_rho, rollout, mask = np.where(finite, log_rho, 0), np.where(finite, rollout, 0), mask & finite
+    if not mask.all():
+        taken = mask.astype(log_rho.dtype)
+        log_rho *= taken
+        rollout = rollout * taken
+    return RowSums(log_rho, mask, offsets), rollout, nonfinite
 
 
 def _nothing_left(mismatch: Mismatch, touched: dict[str, int]) -> str:
@@ -164,60 +173,67 @@ def _nothing_left(mismatch: Mismatch, touched: dict[str, int]) -> str:
     )
 
 
-def _weights(rows: RowSums, importance: Importance) -> Tensor:
-    """``float32[n]``; of tokens that are not taken too."""
+def _weights(rows: RowSums, importance: Importance) -> Floats:
+    """``[n]``; of tokens that are not taken too."""
     if importance.level == "token":
-        return _cut(rows.rho, importance).float()
-    return rows.spread(_cut(rows.sum.clamp(-20, 20).exp(), importance).float())
+        return _cut(rows.rho, importance)
+    return rows.spread(_cut(np.exp(np.clip(rows.sum, -20, 20)), importance).astype(np.float32))
 
 
-def _cut(rho: Tensor, importance: Importance) -> Tensor:
+def _cut(rho: Floats, importance: Importance) -> Floats:
     if importance.lower is None:
-        return rho.clamp(max=importance.upper)
-    return rho.masked_fill((rho < importance.lower) | (rho > importance.upper), 0.0)
+        return np.minimum(rho, importance.upper)
+    return np.where((rho < importance.lower) | (rho > importance.upper), 0, rho)
 
 
-def _keep(rows: RowSums, rejections: Sequence[Rejection], veto: float | None, touched: dict[str, int]) -> Tensor:
-    """``bool[n]``: tokens that pass every rule; adds the rows that each rule touches to ``touched``."""
+def _keep(
+    rows: RowSums, rejections: Sequence[Rejection], veto: float | None, touched: dict[str, int]
+) -> tuple[Flags, Counts]:
+    """``bool[n]``: tokens that pass every rule, and ``[b]``: how many of each row.
+
+    Adds the rows that each rule touches to ``touched``.
+    """
     filled = rows.valid > 0
-    whole, tokens = torch.ones_like(filled), rows.taken
+    whole, kept = filled, rows.taken
     if veto is not None:
-        passes = segment_min(rows.log_rho, rows.offsets) >= math.log(veto)
-        whole = whole & passes
-        touched["veto"] = touched.get("veto", 0) + int((filled & ~passes).sum())
+        touched.setdefault("veto", 0)
+        if rows.lowest < math.log(veto):
+            whole = filled & (rows.smallest(rows.log_rho) >= math.log(veto))
+            touched["veto"] += int(np.count_nonzero(filled & ~whole))
     for rule in rejections:
         passes = _passes(rows, rule)
         if rule.kind.startswith("token"):
-            tokens = tokens & passes
-            hit = segment_sum((rows.taken & ~passes).long(), rows.offsets) > 0
+            hit = rows.counts(rows.taken & ~passes) > 0
+            kept = kept & passes
         else:
-            whole = whole & passes
             hit = filled & ~passes
-        touched[rule.kind] = touched.get(rule.kind, 0) + int(hit.sum())
-    return tokens & rows.spread(whole)
+            whole = whole & passes
+        touched[rule.kind] = touched.get(rule.kind, 0) + int(np.count_nonzero(hit))
+    left = rows.valid * whole if kept is rows.taken else rows.counts(kept) * whole
+    return kept & rows.spread(whole), left
 
 
-def _passes(rows: RowSums, rule: Rejection) -> Tensor:
+def _passes(rows: RowSums, rule: Rejection) -> Flags:
     """``bool[n]`` of the token kinds, ``bool[b]`` of the others."""
     match rule.kind:
         case "token":
             return _between(rows.rho, rule)
         case "sequence":
-            return _between(rows.sum.clamp(-20, 20).exp(), rule)
+            return _between(np.exp(np.clip(rows.sum, -20, 20)), rule)
         case "geometric":
-            return _between((rows.sum / rows.valid.clamp(min=1)).clamp(-20, 20).exp(), rule)
+            return _between(np.exp(np.clip(rows.sum / np.maximum(rows.valid, 1), -20, 20)), rule)
     level, _, estimator = rule.kind.rpartition("_")
     divergence = rows.k2() if estimator == "k2" else rows.k3()
     match level:
         case "seq_sum":
-            divergence = segment_sum(divergence, rows.offsets)
+            divergence = rows.sums(divergence)
         case "seq_mean":
-            divergence = rows.mean(divergence)
+            divergence = rows.means(divergence)
         case "seq_max":
-            divergence = segment_max(divergence, rows.offsets)
+            divergence = rows.largest(divergence)
     return divergence <= rule.upper
 
 
-def _between(ratio: Tensor, rule: Rejection) -> Tensor:
+def _between(ratio: Floats, rule: Rejection) -> Flags:
     lower = 1 / rule.upper if rule.lower is None else rule.lower
     return (ratio >= lower) & (ratio <= rule.upper)

@@ -122,3 +122,4 @@ class Critic:
         with torch.no_grad():
             self.head.weight.copy_(weights["value_head.weight"])
         self._optimizer = self._fresh_optimizer()
+        self._optimizer.zero_grad(set_to_none=True)  # of an update that failed half-way

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ import torch
 from grpo_lib.algorithms.aggregation import AGGREGATIONS
 from grpo_lib.algorithms.kl import kl_estimator
 from grpo_lib.algorithms.losses import LOSSES
+from grpo_lib.algorithms.registry import call
 from grpo_lib.algorithms.rollout_correction import correct_rows
 from grpo_lib.config_algorithm import AlgorithmConfig
 from grpo_lib.data.columns import flat_column, ragged_column, same_rows
@@ -62,6 +64,7 @@ def objective(config: Any) -> Objective:
     """The configured loss as functions of tensors."""
     algorithm: AlgorithmConfig = config.algorithm
     loss, aggregate = LOSSES[algorithm.loss], AGGREGATIONS[aggregation_of(algorithm)].function
+    longest = config.rollout.max_new_tokens
     correction = None
     if algorithm.old_logprobs == "bypass" and algorithm.rollout_correction.active:
         correction = partial(correct_rows, **correction_of(algorithm.rollout_correction))
@@ -69,7 +72,9 @@ def objective(config: Any) -> Objective:
         policy_loss=loss.bind(algorithm.loss_options, "algorithm.loss_options"),
         select=loss.bind_helper(algorithm.loss_options, "algorithm.loss_options"),
         zero_without_advantage=bool(loss.traits.get("zero_without_advantage", True)),
-        aggregation=lambda mask, offsets: aggregate(mask, offsets, config.rollout.max_new_tokens),
+        aggregation=lambda mask, offsets: call(
+            aggregate, SimpleNamespace(mask=mask, offsets=offsets, max_response_length=longest)
+        ),
         kl=_kl_term(algorithm),
         entropy_coef=algorithm.entropy_coef,
         temperature=config.rollout.temperature,

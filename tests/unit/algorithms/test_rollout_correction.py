@@ -13,6 +13,7 @@ from grpo_lib.algorithms.rollout_correction import (
     REJECTION_KINDS,
     Correction,
     Importance,
+    Level,
     Rejection,
     RejectionKind,
     correct,
@@ -129,6 +130,27 @@ def test_weights_with_several_rules_and_the_veto_agree_with_the_formulas(
     ]
     result = agrees_with_the_formulas(some_rows(seed), importance, rules, 0.2, 1e-10)
     assert result.metrics["veto_rejected_rows"] > 0
+
+
+@pytest.mark.parametrize(("lower", "upper"), [(0.1, 0.9), (1.02, 3.0)])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_bounds_that_leave_out_a_ratio_of_1_say_nothing_of_masked_tokens(
+    level: Level, lower: float, upper: float
+) -> None:
+    importance = Importance(level=level, upper=upper, lower=lower)
+    for seed in range(3):
+        for kind in ("token", "sequence", "geometric"):
+            rule = Rejection(kind=kind, upper=upper, lower=lower)
+            agrees_with_the_formulas(some_rows(seed), importance, [rule], None, 1e-10)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_batch_of_thousands_of_tokens_agrees_with_the_formulas(level: Level) -> None:
+    parts = [some_rows(seed, torch.float32).rows() for seed in range(40)]
+    batch = batch_of(list(itertools.chain.from_iterable(parts)), torch.float32)
+    assert len(batch.mask) > 4 * 1024
+    rule = Rejection(kind="seq_mean_k2", upper=0.2)
+    agrees_with_the_formulas(batch, Importance(level=level, upper=2.0), [rule], 1e-4, 2e-5)
 
 
 # ---- by hand

@@ -553,7 +553,7 @@ def test_gdpo_reads_the_parts_of_the_reward_by_name() -> None:
 
 
 def test_parts_of_the_reward_are_read_right_from_a_slice_and_from_several_pieces() -> None:
-    parts = [{"a": 9.0, "b": 9.0}, {"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 2.0}, {"a": 4.0, "b": 1.0}, {"b": 7.0}]
+    parts = [{"b": 9.0}, {"a": 1.0, "b": 0.0}, {"b": 2.0, "a": 0.0}, {"a": 4.0, "b": 1.0}, {"b": 7.0}]
     many = iteration([5, 0, 0, 0, 6], [[1]] * 5, [1.0] * 5, components=parts)
     few = iteration([0, 0, 0], [[1]] * 3, [1.0] * 3, components=parts[1:4])
     estimator = ESTIMATORS["gdpo"].bind({"weights": {"a": 1.0, "b": 0.5}}, "test")

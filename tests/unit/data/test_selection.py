@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ Selected = tuple[list[dict[str, Any]], dict[str, float]]
 
 
 def iteration(
-    values: list[float | None],
+    values: Sequence[float | None],
     *,
     samples: int = 2,
     lengths: list[int] | None = None,
