@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from yaml.constructor import ConstructorError
 
 from grpo_lib.config import CountdownData, ExpressionsData, Gsm8kData, RunConfig, Section, StoreConfig
+from grpo_lib.config_algorithm import AlgorithmConfig
 from grpo_lib.errors import ConfigError
 
 
@@ -53,8 +54,10 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """``values`` over ``base``, section by section."""
+    """``values`` over ``base``, section by section; options of a function that ``values`` replaces are dropped."""
     merged = dict(base)
+    for key, value in values.items():
+        _forget_options(merged, key, value)
     for key, value in values.items():
         below = merged.get(key)
         merged[key] = _over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
@@ -69,8 +72,12 @@ def make_config(
         values = json.loads(json.dumps(values, default=str))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{origin}: this is not a tree of plain values ({error})") from None
-    for override in overrides:
-        _apply(values, override)
+    parsed = [_parsed(override) for override in overrides]
+    for steps, value, _ in parsed:
+        if len(steps) == 2 and isinstance(values.get(steps[0]), dict):
+            _forget_options(values[steps[0]], steps[1], value)
+    for steps, value, override in parsed:
+        _set(values, steps, value, override)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -100,7 +107,8 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def _parsed(override: str) -> tuple[list[str], Any, str]:
+    """Path and value of an override, with itself."""
     key, equals, text = override.partition("=")
     steps = key.strip().split(".")
     if not equals or not all(steps):
@@ -112,6 +120,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {shown!r}: the value is not valid YAML: {_one_line(error)}") from None
     if isinstance(value, str) and _EXPONENTIAL.fullmatch(value):
         value = float(value)  # YAML reads 1e-6 as a string
+    return steps, value, override
+
+
+def _set(values: dict[str, Any], steps: list[str], value: Any, override: str) -> None:
     *parents, last = steps
     place = values
     for parent in parents:
@@ -121,6 +133,13 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(place, dict):
             raise ConfigError(f"override {_redacted(override)!r}: {parent!r} is a value, not a section")
     place[last] = value
+
+
+def _forget_options(section: dict[str, Any], key: str, value: Any) -> None:
+    """Options belong to the function that was named: another name comes with options of its own."""
+    default = AlgorithmConfig.model_fields[key].default if key in AlgorithmConfig.model_fields else None
+    if section.get(key, default) != value:
+        section.pop(f"{key}_options", None)
 
 
 _EXPONENTIAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")

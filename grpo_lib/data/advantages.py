@@ -75,7 +75,9 @@ def advantage_table(data: Iteration, plan: AdvantagePlan) -> tuple[pa.Table, dic
     if data.greedy is not None:
         used = used & ~torch.isnan(flat_column(data.greedy, "value")[data.prompt_rows])
     if not bool(used.any()):
-        raise AlgorithmError("no row of the iteration is left: every greedy response's reward, the baseline, is null")
+        raise AlgorithmError(
+            "no row of the iteration is left after filters, null rewards and null rewards of greedy responses"
+        )
     summary = {"rows_without_reward": float((~scored).sum())}
 
     in_loss = used & ~data.truncated if plan.overlong.mask_truncated else used
@@ -116,7 +118,7 @@ def advantage_table(data: Iteration, plan: AdvantagePlan) -> tuple[pa.Table, dic
         "advantages": list_array(_of_all(tokens.advantages, chosen, mask), FLOATS),
         "response_mask": list_array(mask.with_values(mask.values.to(torch.uint8)), MASK),
     }
-    if tokens.returns is not None:
+    if tokens.returns is not None and data.values is not None:  # what the critic learns
         columns["returns"] = list_array(_of_all(tokens.returns, chosen, mask), FLOATS)
     if weights is not None:
         columns["is_weights"] = list_array(mask.with_values(weights), FLOATS)

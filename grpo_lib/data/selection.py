@@ -63,7 +63,7 @@ def selection_table(
             truncated=data.truncated[left],
             seed=derive_seed(seed, each.name, place),
         )
-        copies[left] = call(each.function, rows).long()
+        copies[left] *= call(each.function, rows).long()
         reasons[left[copies[left] == 0].numpy()] = each.name
 
     for place, each in enumerate(filters):

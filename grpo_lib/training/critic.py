@@ -15,6 +15,8 @@ from grpo_lib.training.logprobs import response_states
 from grpo_lib.training.microbatches import MicroBatch, Sequences
 from grpo_lib.training.scoring import score_tokens
 
+HEAD = "value_head.weight"
+
 
 class Critic:
     """Predicts, before each response token, the return from there on.
@@ -27,27 +29,24 @@ class Critic:
     """
 
     def __init__(self, model: Any, settings: CriticConfig, *, autocast: torch.dtype | None, max_tokens: int) -> None:
-        self.model = model.eval()
+        self.backbone = model.eval().base_model
         self.device = next(model.parameters()).device
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, device=self.device)
         nn.init.zeros_(self.head.weight)  # every value starts at 0, whatever the backbone
         self.settings = settings
         self.autocast = autocast
         self.max_tokens = max_tokens
-        self._first = {name: tensor.detach().cpu().clone() for name, tensor in self.weights().items()}
         self._optimizer = self._fresh_optimizer()
 
     def weights(self) -> dict[str, Tensor]:
         """Of backbone and head, by name; views."""
-        tied = set(self.model.all_tied_weights_keys or ())
-        backbone = {name: each for name, each in self.model.state_dict().items() if name not in tied}
-        return backbone | {"value_head.weight": self.head.weight.detach()}
+        return self.backbone.state_dict() | {HEAD: self.head.weight.detach()}
 
     def digest(self) -> str:
         return weights_digest(self.weights())
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [*self.model.base_model.parameters(), self.head.weight]
+        return [*self.backbone.parameters(), self.head.weight]
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(self._parameters(), lr=self.settings.lr, weight_decay=0.0, fused=True)
@@ -55,7 +54,7 @@ class Critic:
     def predict(self, batch: MicroBatch) -> Tensor:
         """``float32[n]``, differentiable."""
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            hidden = response_states(self.model, batch)
+            hidden = response_states(self.backbone, batch)
         return torch.nn.functional.linear(hidden.float(), self.head.weight).squeeze(-1)
 
     def values(self, sequences: Sequences) -> Ragged:
@@ -110,16 +109,13 @@ class Critic:
             if state:
                 self._optimizer.state[parameter] = {key: value.to(self.device) for key, value in state.items()}
 
-    def reset(self) -> None:
-        """As it was made."""
-        self._load(self._first)
+    def reset(self, model: Any) -> None:
+        """To the policy ``model``, as if made from it."""
+        self._load(model.base_model.state_dict() | {HEAD: torch.zeros_like(self.head.weight)})
 
     def _load(self, weights: dict[str, Tensor]) -> None:
-        backbone = {name: each for name, each in weights.items() if name != "value_head.weight"}
-        missing, unexpected = self.model.load_state_dict(backbone, strict=False)
-        assert not unexpected, f"not of this critic: {unexpected}"
-        assert set(missing) <= set(self.model.all_tied_weights_keys or ()), f"not among the weights: {missing}"
+        self.backbone.load_state_dict({name: each for name, each in weights.items() if name != HEAD})
         with torch.no_grad():
-            self.head.weight.copy_(weights["value_head.weight"])
+            self.head.weight.copy_(weights[HEAD])
         self._optimizer = self._fresh_optimizer()
         self._optimizer.zero_grad(set_to_none=True)  # of an update that failed half-way

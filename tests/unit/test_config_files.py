@@ -159,3 +159,25 @@ def test_there_is_no_such_setting_elsewhere(write: Write) -> None:
         load_config(base, ["extends=other.yaml"])
     with pytest.raises(ConfigError, match=r"rollout\.extends: no such setting"):
         load_config(write("own.yaml", f"{BASE}\nevaluation: {{}}".replace("samples: 2", "extends: base.yaml")))
+
+
+PLAIN = "data: {problem: countdown}\nwarm_start: {}"
+WITH_OPTIONS = "algorithm: {loss: ppo_clip, loss_options: {clip_low: 0.1}, advantage: grpo}"
+
+
+def test_another_function_comes_without_the_options_of_the_one_it_replaces(write: Write) -> None:
+    base = write("base.yaml", f"{PLAIN}\n{WITH_OPTIONS}")
+    assert load_config(base).algorithm.loss_options == {"clip_low": 0.1}
+    assert load_config(base, ["algorithm.loss=gspo"]).algorithm.loss_options == {}
+    own = load_config(base, ["algorithm.loss_options.tau_pos=2", "algorithm.loss=sapo"]).algorithm
+    assert own.loss_options == {"tau_pos": 2}
+    extending = write("own.yaml", "extends: base.yaml\nalgorithm: {loss: cispo, loss_options: {clip_high: 0.3}}")
+    assert load_config(extending).algorithm.loss_options == {"clip_high": 0.3}
+
+
+def test_naming_the_same_function_again_keeps_its_options(write: Write) -> None:
+    base = write("base.yaml", f"{PLAIN}\n{WITH_OPTIONS}")
+    assert load_config(base, ["algorithm.loss=ppo_clip"]).algorithm.loss_options == {"clip_low": 0.1}
+    silent = write("silent.yaml", f"{PLAIN}\nalgorithm: {{loss_options: {{clip_low: 0.1}}}}")
+    assert load_config(silent, ["algorithm.loss=ppo_clip"]).algorithm.loss_options == {"clip_low": 0.1}
+    assert load_config(silent, ["algorithm.loss=gspo"]).algorithm.loss_options == {}

@@ -290,7 +290,9 @@ def test_rows_whose_greedy_response_has_no_reward_are_taken_out() -> None:
     assert lists(table) == [[0.75, 0.75], [0.0], [-0.25], [0.0]]
     assert lists(table, "response_mask") == [[1, 1], [0], [1], [0]]
     assert (summary["max"], summary["min"], summary["rows_without_reward"]) == (0.75, -0.25, 0.0)
-    with pytest.raises(AlgorithmError, match="every greedy response's reward, the baseline, is null"):
+    with pytest.raises(
+        AlgorithmError, match="no row of the iteration is left after filters, null rewards and null rewards of greedy"
+    ):
         advantage_table(iteration([0, 1], [[1], [1]], [1.0, 2.0], greedy=[None, None]), plan(remax))
 
 

@@ -21,7 +21,8 @@ from grpo_lib.errors import AlgorithmError, ConfigError, NonFiniteError
 from grpo_lib.training import torch_backend
 from grpo_lib.training.base import Batching, KlTerm, Objective, StepMetrics, UpdateBatch
 from grpo_lib.training.microbatches import Sequences
-from grpo_lib.training.torch_backend import TorchTrainer, mini_batches, token_draws
+from grpo_lib.training.minibatches import mini_batches, token_draws
+from grpo_lib.training.torch_backend import TorchTrainer
 from tests.unit.training.test_logprobs import logits_one_row_at_a_time, perturbed
 
 MakeTrainer = Callable[..., TorchTrainer]
@@ -413,7 +414,7 @@ def test_a_mini_batch_that_is_rejected_as_a_whole_stops_the_update(
     batch = make_batch(3)
     far = replace(batch, old_logprobs=batch.old_logprobs.with_values(batch.old_logprobs.values - 5))
     correction = partial(correct_rows, importance=None, rejections=[Rejection(kind="token", upper=2.0)])
-    with pytest.raises(AlgorithmError, match=r"every token of the mini-batch \(optimizer step 1\) is rejected; loosen"):
+    with pytest.raises(AlgorithmError, match=r"every token that could change the policy \(optimizer step 1\) is rejected; loosen"):
         make_trainer().update(far, make_objective(correction=correction), replace(BATCHING, max_tokens=40))
     silent = replace(only_group(far, 3), is_weights=None)  # without a signal nobody asks
     (step,) = make_trainer().update(silent, make_objective(correction=correction), BATCHING)
@@ -607,7 +608,7 @@ def test_leaving_out_rows_without_signal_changes_nothing(
     fast = make_trainer(eps=1e-5)
     steps = fast.update(batch, make_objective(), batching)
     assert [step.values["trained_rows"] for step in steps] == [ROWS - silent] * 2
-    monkeypatch.setattr(torch_backend, "_rows_with_gradient", lambda *_: torch.arange(ROWS))
+    monkeypatch.setattr(torch_backend, "rows_with_gradient", lambda *_: torch.arange(ROWS))
     slow = make_trainer(eps=1e-5)
     slow_steps = slow.update(batch, make_objective(), batching)
     assert [step.values["trained_rows"] for step in slow_steps] == [ROWS] * 2
