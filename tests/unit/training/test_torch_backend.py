@@ -414,7 +414,9 @@ def test_a_mini_batch_that_is_rejected_as_a_whole_stops_the_update(
     batch = make_batch(3)
     far = replace(batch, old_logprobs=batch.old_logprobs.with_values(batch.old_logprobs.values - 5))
     correction = partial(correct_rows, importance=None, rejections=[Rejection(kind="token", upper=2.0)])
-    with pytest.raises(AlgorithmError, match=r"every token that could change the policy \(optimizer step 1\) is rejected; loosen"):
+    with pytest.raises(
+        AlgorithmError, match=r"every token that could change the policy \(optimizer step 1\) is rejected; loosen"
+    ):
         make_trainer().update(far, make_objective(correction=correction), replace(BATCHING, max_tokens=40))
     silent = replace(only_group(far, 3), is_weights=None)  # without a signal nobody asks
     (step,) = make_trainer().update(silent, make_objective(correction=correction), BATCHING)
