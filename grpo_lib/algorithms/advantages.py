@@ -17,13 +17,15 @@ from torch import Tensor
 from grpo_lib.algorithms.registry import Registry
 from grpo_lib.data.ragged import (
     GroupStatistics,
+    compress,
     dense_groups,
+    expand,
     group_max,
     group_statistics,
     group_sum,
+    kept_offsets,
     repeat_rows,
     reverse_scan,
-    segment_sum,
 )
 from grpo_lib.errors import AlgorithmError
 
@@ -310,21 +312,18 @@ def gae(
     lam: Annotated[float, Field(ge=0, le=1, description="0: one step; 1: the whole return.")] = 0.95,
 ) -> TokenAdvantages:
     """Tokens with mask 0 are passed over: the next token of a token is the next one with mask 1."""
-    from_valid, inside = _valid(mask, offsets)
-    rewards, v = token_rewards[from_valid].double(), values[from_valid].double()
+    inside, (rewards, v) = _compact(mask, offsets, token_rewards, values)
     following = torch.zeros_like(v)
     following[:-1] = v[1:]
     following[inside[1:][inside.diff() > 0] - 1] = 0.0  # after the last token there is nothing
     advantages = reverse_scan(rewards + gamma * following - v, inside, gamma * lam)
-    return TokenAdvantages(
-        advantages=whiten(_back(advantages, from_valid, mask), mask), returns=_back(advantages + v, from_valid, mask)
-    )
+    return TokenAdvantages(advantages=expand(_whitened(advantages), mask), returns=expand(advantages + v, mask))
 
 
 def discounted_returns(token_rewards: Tensor, mask: Tensor, offsets: Tensor, gamma: float) -> Tensor:
     """``G_t = r_t + gamma G_{t+1}`` over tokens with mask 1, ``float64[N]``; 0 at the others, which it passes."""
-    from_valid, inside = _valid(mask, offsets)
-    return _back(reverse_scan(token_rewards[from_valid], inside, gamma), from_valid, mask)
+    inside, (rewards,) = _compact(mask, offsets, token_rewards)
+    return expand(reverse_scan(rewards, inside, gamma), mask)
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -332,12 +331,13 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
     All 0 where the values with mask 1 are all equal.
     """
-    kept = values[mask].double()
-    result = torch.zeros(len(values), dtype=torch.float64, device=values.device)
-    if len(kept) == 0 or bool(kept.min() == kept.max()):
-        return result
-    result[mask] = (kept - kept.mean()) / (kept.var() + 1e-8).sqrt()
-    return result
+    return expand(_whitened(compress(values, mask).double()), mask)
+
+
+def _whitened(values: Tensor) -> Tensor:
+    if len(values) == 0 or bool(values.min() == values.max()):
+        return torch.zeros_like(values)
+    return (values - values.mean()) / (values.var() + 1e-8).sqrt()
 
 
 def whiten_rows(values: Tensor, valid_tokens: Tensor) -> Tensor:
@@ -352,23 +352,11 @@ def whiten_rows(values: Tensor, valid_tokens: Tensor) -> Tensor:
     return (values - mean) / (variance + 1e-8).sqrt()
 
 
-def _valid(mask: Tensor, offsets: Tensor) -> tuple[Tensor | slice, Tensor]:
-    """What picks the tokens with mask 1, and the rows' offsets among them."""
+def _compact(mask: Tensor, offsets: Tensor, *columns: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Rows' offsets and columns (in float64) of the tokens with mask 1 alone."""
     if bool(mask.all()):
-        return slice(None), offsets
-    lengths = segment_sum(mask.long(), offsets)
-    inside = torch.zeros_like(offsets)
-    torch.cumsum(lengths, 0, out=inside[1:])
-    return mask, inside
-
-
-def _back(values: Tensor, from_valid: Tensor | slice, mask: Tensor) -> Tensor:
-    """Values of the tokens with mask 1 at their places among all, 0 elsewhere."""
-    if isinstance(from_valid, slice):
-        return values
-    result = values.new_zeros(len(mask))
-    result[from_valid] = values
-    return result
+        return offsets, [column.double() for column in columns]
+    return kept_offsets(mask, offsets), [compress(column, mask).double() for column in columns]
 
 
 def _over_baseline(rewards: Tensor, group: GroupStatistics) -> Tensor:

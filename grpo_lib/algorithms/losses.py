@@ -12,7 +12,7 @@ pass, so that the choice does not depend on micro-batches.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -69,16 +69,8 @@ def ppo_clip(
     dual_clip: DualClip | None = 3.0,
 ) -> PolicyLoss:
     """PPO's clipped surrogate; ``clip_high > clip_low`` keeps rare tokens alive."""
-    ratio = _ratio(logprobs, old_logprobs)
-    values = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    high = (ratio > 1 + clip_high) & (advantages > 0)
-    low = (ratio < 1 - clip_low) & (advantages < 0)
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        capped = (advantages < 0) & (values > bound)
-        values = torch.where(capped, bound, values)
-        high = high | capped
-    return PolicyLoss(values=values, ratio=ratio.detach(), clipped_high=high, clipped_low=low)
+    log_ratio = (logprobs - old_logprobs).detach()
+    return _clipped(logprobs, log_ratio, advantages, clip_low, clip_high, dual_clip)
 
 
 @LOSSES.register(
@@ -99,8 +91,9 @@ def gspo(
 ) -> PolicyLoss:
     """Value ``s`` and gradient ``s * grad lp`` at every token: ``exp(lp - sg(lp) + sg(log s))``, exponent <= 10."""
     log_row = segment_mean((logprobs - old_logprobs).detach(), offsets)
-    ratio = (logprobs - logprobs.detach() + repeat_rows(log_row, offsets)).clamp(max=10).exp()
-    return ppo_clip_ratio(ratio, advantages, clip_low, clip_high)
+    return _clipped(
+        logprobs, repeat_rows(log_row, offsets), advantages, clip_low, clip_high, None, exponents=(-1e30, 10)
+    )
 
 
 @LOSSES.register(
@@ -169,9 +162,12 @@ def sapo(
     tau_neg: Annotated[float, Field(gt=0, description="Sharpness where A <= 0; more than tau_pos is steadier.")] = 1.05,
 ) -> PolicyLoss:
     """At rho = 1 the gate's slope is 1; nothing is ever clipped."""
-    ratio = _ratio(logprobs, old_logprobs)
-    tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
-    return _unclipped(-advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), ratio)
+    log_ratio = (logprobs - old_logprobs).detach()
+    ratio = log_ratio.clamp(-20, 20).exp()
+    tau = tau_neg + (advantages > 0).to(ratio.dtype) * (tau_pos - tau_neg)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    slopes = -4 * advantages * gate * (1 - gate) * ratio * (log_ratio.abs() <= 20)
+    return _unclipped(_Known.apply(logprobs, -4 * advantages * gate / tau, slopes), ratio)
 
 
 @LOSSES.register(
@@ -204,7 +200,7 @@ def clip_cov(
     clip_high: ClipHigh = 0.2,
 ) -> PolicyLoss:
     """``selected`` tokens have value and gradient 0; they stay in the denominators."""
-    loss = ppo_clip_ratio(_ratio(logprobs, old_logprobs), advantages, clip_low, clip_high)
+    loss = _clipped(logprobs, (logprobs - old_logprobs).detach(), advantages, clip_low, clip_high, None)
     return PolicyLoss(
         values=loss.values.masked_fill(selected, 0.0),
         ratio=loss.ratio,
@@ -304,19 +300,58 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
     Schulman et al. 2017 in the form of Engstrom et al. 2020, section 3.
     """
-    squares = (values - returns).square()
-    if clip is not None:
-        near = old_values + (values - old_values).clamp(-clip, clip)
-        squares = torch.maximum(squares, (near - returns).square())
-    return squares / 2
+    if clip is None:
+        return (values - returns).square() / 2
+    moved = (values - old_values).detach()
+    near = moved.clamp(-clip, clip)
+    error, clipped = (values - returns).detach(), old_values + near - returns
+    squares, flat = error.square(), clipped.square()
+    learns = (squares >= flat) | (near == moved)
+    return _Known.apply(values, torch.maximum(squares, flat) / 2, error * learns)
 
 
-def ppo_clip_ratio(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
-    """``max(-A ratio, -A clip(ratio))`` of any ratio with gradient, without dual clip."""
-    values = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    high = (ratio > 1 + clip_high) & (advantages > 0)
-    low = (ratio < 1 - clip_low) & (advantages < 0)
-    return PolicyLoss(values=values, ratio=ratio.detach(), clipped_high=high, clipped_low=low)
+class _Known(torch.autograd.Function):
+    """A loss per token whose value and slope by the input are known: a few passes over memory instead of dozens."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
+        ctx.save_for_backward(slopes)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0] * ctx.saved_tensors[0], None, None
+
+
+def _clipped(
+    logprobs: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    exponents: tuple[float, float] = (-20, 20),
+) -> PolicyLoss:
+    """``max(-A ratio, -A clip(ratio))``, at most ``-A dual_clip`` where ``A < 0``; its slope is ``-A ratio`` inside.
+
+    Both are ``-A clamp(ratio, lower, upper)`` with the bounds that the sign of ``A`` makes active: where ``A < 0`` the
+    ratio is held between ``1 - clip_low`` and ``dual_clip``, elsewhere below ``1 + clip_high``.
+    """
+    bad = (advantages < 0).to(advantages.dtype)
+    never = 1e30  # no ratio is above
+    lower = bad * (1 - clip_low)
+    upper = bad * ((dual_clip or never) - 1 - clip_high) + (1 + clip_high)
+    exponent = log_ratio.clamp(*exponents)
+    ratio = exponent.exp()
+    held = ratio.clamp(lower, upper)
+    values = -advantages * held
+    slopes = values * ((held == ratio) & (exponent == log_ratio))
+    return PolicyLoss(
+        values=_Known.apply(logprobs, values, slopes),
+        ratio=ratio,
+        clipped_high=(ratio > upper) & (advantages != 0),
+        clipped_low=ratio < lower,
+    )
 
 
 def _dppo(
@@ -332,7 +367,7 @@ def _dppo(
     ratio = _ratio(logprobs, old_logprobs).detach()
     high = (advantages > 0) & (ratio > 1) & (change > bound_high)
     low = (advantages < 0) & (ratio < 1) & (change > bound_low)
-    values = (-advantages * ratio.clamp(max=cap) * logprobs).masked_fill(high | low, 0.0)
+    values = (-advantages * ratio.clamp(max=cap) * ~(high | low)) * logprobs
     return PolicyLoss(values=values, ratio=ratio, clipped_high=high, clipped_low=low)
 
 

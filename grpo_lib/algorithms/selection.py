@@ -7,6 +7,7 @@ backward pass; so it does not depend on micro-batches, and neither on the order 
 import math
 from typing import Annotated
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -65,4 +66,4 @@ def _smallest(values: Tensor, count: int) -> Tensor:
     """``bool[N]``: the ``count`` smallest, with all that tie with the largest of them."""
     if count == 0:
         return torch.zeros_like(values, dtype=torch.bool)
-    return values <= values.kthvalue(count).values
+    return values <= float(np.partition(values.cpu().numpy(), count - 1)[count - 1])

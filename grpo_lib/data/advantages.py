@@ -15,7 +15,7 @@ from grpo_lib.algorithms.registry import Entry, call
 from grpo_lib.algorithms.rollout_correction import correct
 from grpo_lib.data.columns import flat_column, list_array, ragged_column
 from grpo_lib.data.iteration import Iteration, Rows
-from grpo_lib.data.ragged import Ragged, group_statistics, repeat_rows, segment_sum
+from grpo_lib.data.ragged import Ragged, group_statistics, repeat_rows, segment_sum, spread_rows
 from grpo_lib.data.schemas import ADVANTAGE_EXTRAS, ADVANTAGES, FLOATS, MASK
 from grpo_lib.errors import AlgorithmError, RewardError
 
@@ -186,7 +186,7 @@ def _to_tokens(made: Tensor | TokenAdvantages, rows: Rows) -> TokenAdvantages:
     """A row's advantage at each of its tokens with mask 1."""
     if isinstance(made, TokenAdvantages):
         return made
-    return TokenAdvantages(advantages=repeat_rows(made.float(), rows.offsets) * rows.mask)
+    return TokenAdvantages(advantages=spread_rows(made, rows.mask, rows.offsets))
 
 
 def _of_all(values: Tensor, chosen: Tensor, all_rows: Ragged) -> Ragged:

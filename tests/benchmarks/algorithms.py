@@ -29,7 +29,7 @@ from torch import Tensor
 from grpo_lib.algorithms.advantages import ADVANTAGES, TokenAdvantages
 from grpo_lib.algorithms.losses import LOSSES, PolicyLoss, value_loss
 from grpo_lib.algorithms.rollout_correction import Importance, Rejection, correct
-from grpo_lib.data.ragged import lengths_to_offsets, repeat_rows, row_blocks, segment_sum
+from grpo_lib.data.ragged import lengths_to_offsets, repeat_rows, row_blocks, segment_sum, spread_rows
 
 ROWS, GROUP, MEAN_LENGTH, LONGEST = 1_000_000, 8, 256, 2048
 BUDGET = 12 * 2**30
@@ -273,7 +273,7 @@ def _advantage(estimator: Callable[..., object], names: tuple[str, ...], columns
         if isinstance(result, TokenAdvantages):
             return result.advantages.float()
         assert isinstance(result, Tensor)
-        return repeat_rows(result.float(), offsets) * mask
+        return spread_rows(result, mask, offsets)
 
     return call
 

@@ -50,8 +50,8 @@ def from_log_ratios(rows: Sequence[Sequence[float]], rollout: float = -1.0) -> B
     return batch_of([[(rollout + x, rollout, 1) for x in row] for row in rows])
 
 
-def random_batch(seed: int, dtype: torch.dtype = torch.float64, broken: bool = True) -> Batch:
-    """Rows of one token, rows with mask 0 only, observations inside, log-ratios of +-50; broken: also inf and NaN."""
+def random_batch(seed: int, dtype: torch.dtype = torch.float64) -> Batch:
+    """Rows of one token, rows with mask 0 only, observations inside, log-ratios of +-50, infinite and NaN log-probs."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 16, (24,), generator=generator)
     lengths[:3] = 1
@@ -70,10 +70,9 @@ def random_batch(seed: int, dtype: torch.dtype = torch.float64, broken: bool = T
     mask[offsets[7] : offsets[8]] = False
     old[offsets[-2] :] = rollout[offsets[-2] :] + 0.01  # one row that every rule keeps
     mask[-1] = True
-    if broken:
-        odd = torch.tensor([-math.inf, math.inf, math.nan, -math.inf, math.nan], dtype=torch.float64)
-        rollout[some[6:11]] = odd
-        rollout[offsets[9] : offsets[10]] = -math.inf  # a row without a finite log-prob
+    odd = torch.tensor([-math.inf, math.inf, math.nan, -math.inf, math.nan], dtype=torch.float64)
+    rollout[some[6:11]] = odd
+    rollout[offsets[9] : offsets[10]] = -math.inf  # a row without a finite log-prob
     return Batch(old.to(dtype), rollout.to(dtype), mask, offsets)
 
 
