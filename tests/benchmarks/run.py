@@ -1,4 +1,7 @@
-"""Benchmarks: ratios measured side by side in one run, one core. `make bench` or `python tests/benchmarks/run.py`."""
+"""Benchmarks: ratios measured side by side in one run, one core. `make bench` or `python tests/benchmarks/run.py`.
+
+The algorithms alone, with fewer rows: `python tests/benchmarks/algorithms.py --rows 50000 gae "loss ppo_clip"`.
+"""
 
 import statistics
 import tempfile
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import torch
+from algorithms import algorithms
 
 from grpo_lib.config import CountdownData, SmallModelConfig, StoreConfig
 from grpo_lib.config_files import make_config
@@ -95,6 +99,7 @@ def main() -> None:
     torch.set_num_threads(1)
     generation()
     commits()
+    algorithms()
     print("seconds an iteration outside stage bodies: `make demo`, then `grpo show RUN`")
 
 
