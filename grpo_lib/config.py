@@ -340,6 +340,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.prompts={rollout.prompts} is more than data.train_prompts={train_prompts}; lower it"
             )
+        kl, rows = self.algorithm.kl, rollout.prompts * rollout.samples
+        if kl.controller == "adaptive" and kl.horizon < rows:
+            raise ValueError(
+                f"algorithm.kl.horizon={kl.horizon:g} is less than the {rows} rows of an iteration; the coefficient "
+                f"would jump, or change its sign: make it several times {rows}"
+            )
         overlong = self.algorithm.overlong.buffer_tokens
         if overlong is not None and overlong > rollout.max_new_tokens:
             raise ValueError(

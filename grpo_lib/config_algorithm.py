@@ -103,6 +103,8 @@ class RolloutCorrectionConfig(Section):
         return bool(self.rollout_is or self.rejection or self.token_veto_threshold)
 
 
+LOSS_ALIASES = {"vanilla": "ppo_clip", "gpg": "reinforce"}
+"""Of the losses that presets name; the registry knows the same."""
 GEOMETRIC: dict[str, Any] = {
     "rejection": [{"kind": "geometric", "lower": 0.999, "upper": 1.001}],
     "token_veto_threshold": 1e-4,
@@ -176,6 +178,8 @@ class AlgorithmConfig(Section):
     @classmethod
     def _expand_preset(cls, values: Any) -> Any:
         """A preset fills in what is not given; what contradicts it is refused."""
+        if isinstance(values, dict) and values.get("loss") in LOSS_ALIASES:
+            values = values | {"loss": LOSS_ALIASES[values["loss"]]}
         correction = values.get("rollout_correction") if isinstance(values, dict) else None
         if isinstance(correction, RolloutCorrectionConfig):
             correction = correction.model_dump(exclude_unset=True)
@@ -199,7 +203,7 @@ class AlgorithmConfig(Section):
     def _fits(self) -> "AlgorithmConfig":
         correction = self.rollout_correction
         if self.old_logprobs == "bypass":
-            if correction.rollout_is and self.loss not in ("reinforce", "gpg"):
+            if correction.rollout_is and self.loss != "reinforce":
                 raise ValueError(
                     f"old_logprobs=bypass with loss={self.loss}: its ratio is to the engine's policy already, a weight "
                     "on top would count the difference twice; remove rollout_correction.rollout_is, or take "

@@ -14,7 +14,6 @@ A package does the same and says in its pyproject.toml where: ``[project.entry-p
 
 import hashlib
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -43,13 +42,17 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def source_digests(entries: Iterable[Entry[Any]]) -> dict[str, str]:
-    """sha256 of the files of those functions that are not this package's: part of the key of what they compute."""
+    """sha256 of the files of those functions that are not this package's: part of the key of what they compute.
+
+    Raises:
+        ConfigError: a file is not any more what this process has loaded.
+    """
     digests = {}
-    for entry in entries:
-        for function in (entry.function, entry.helper):
-            if function is not None and not function.__module__.startswith("grpo_lib."):
-                file = Path(inspect.getfile(inspect.unwrap(function)))
-                digests[f"plugin/{function.__module__}"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    for module, (path, digest) in (each for entry in entries for each in entry.source.items()):
+        file = Path(path)
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise ConfigError(f"{path} was changed after this process had loaded it; start the process again")
+        digests[f"plugin/{module}"] = digest
     return digests
 
 

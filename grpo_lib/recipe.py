@@ -61,6 +61,15 @@ def check_algorithm(config: RunConfig) -> None:
                 f"rollout.samples={config.rollout.samples}: {name} compares the responses of a group and "
                 "needs at least 2 (8 is usual)"
             )
+    shaped = algorithm.kl.place == "reward" and algorithm.kl.coef > 0, algorithm.overlong.buffer_tokens is not None
+    if any(shaped) and not {"rewards", "token_rewards"} & set(estimator.columns):
+        raise ConfigError(
+            f"algorithm.advantage={algorithm.advantage} does not read the reward, so "
+            f"{'algorithm.kl.place=reward' if shaped[0] else 'algorithm.overlong.buffer_tokens'} would do nothing; "
+            "remove that, or take another estimator"
+        )
+    if "selected" in LOSSES[algorithm.loss].columns and LOSSES[algorithm.loss].helper is None:
+        raise ConfigError(f"algorithm.loss={algorithm.loss} wants `selected`, but was registered without a helper")
     if "sum_squared_probs" in estimator.columns and algorithm.old_logprobs == "bypass":
         raise ConfigError(
             f"algorithm.advantage={algorithm.advantage} needs the old policy's distribution, which the trainer "

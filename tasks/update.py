@@ -32,7 +32,11 @@ def update(
     if critic is not None:
         summary["critic_digest"] = critic
     ref = stage.commit(update_table(steps), tokens=sum(step.tokens for step in steps), summary=summary)
-    if stage.summary(ref)["policy_digest"] != digest:  # another attempt was faster, and its arithmetic differs
+    committed = stage.summary(ref)
+    if (committed["policy_digest"], committed.get("critic_digest")) != (
+        digest,
+        critic,
+    ):  # another attempt was faster, and its arithmetic differs
         stage.workers(policy).forget()
     return ref
 

@@ -227,7 +227,8 @@ def gdpo(
     valid_tokens: Tensor,
     *,
     weights: Annotated[
-        dict[str, float] | None, Field(description="Weight of each component that counts; null: 1 for each.")
+        Annotated[dict[str, float], Field(min_length=1)] | None,
+        Field(description="Weight of each component that counts; null: 1 for each."),
     ] = None,
 ) -> Tensor:
     """Every row needs every component that counts.

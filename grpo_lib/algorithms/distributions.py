@@ -13,7 +13,11 @@ def token_entropy(logits: Tensor) -> Tensor:
     >>> token_entropy(torch.zeros(1, 4)).exp().round(decimals=4).tolist()
     [4.0]
     """
-    log_p = logits.log_softmax(-1)
+    return entropy_of(logits.log_softmax(-1))
+
+
+def entropy_of(log_p: Tensor) -> Tensor:
+    """The same from log-probs ``[n, V]`` that sum to 1."""
     return -_times(log_p.exp(), log_p).sum(-1)
 
 

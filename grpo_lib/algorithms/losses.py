@@ -48,6 +48,7 @@ LOSSES: Registry[Callable[..., PolicyLoss]] = Registry(
         "offsets": "`int64[B+1]`: of the rows",
         "selected": "`bool[N]`: chosen by the loss's helper over the whole mini-batch",
     },
+    helper_columns=("logprobs", "advantages", "draws"),
 )
 
 

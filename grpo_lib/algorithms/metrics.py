@@ -15,7 +15,7 @@ METRICS: Registry[Callable[..., float]] = Registry(
         "group_ids": "`int64[B]`",
         "lengths": "`int64[B]`: response tokens",
         "valid_tokens": "`int64[B]`: tokens with mask 1",
-        "advantages": "`float32[N]`",
+        "advantages": "`[N]`: as the estimator gave them",
         "mask": "`bool[N]`",
         "offsets": "`int64[B+1]`",
     },

@@ -35,7 +35,7 @@ class RowSums:
         self.valid = self.counts(taken)
         """``[b]``: tokens taken."""
         self.sum = self.sums(log_rho)
-        """``float64[b]``."""
+        """``float64[b]``, summed in the dtype of `log_rho`."""
         self.rho = torch.from_numpy(self._clamped).exp().numpy()  # twice as fast as numpy's
         """``[n]``."""
 

@@ -10,11 +10,13 @@ Keyword-only parameters are its options, with bounds and a description where ``A
     def half(rewards: Tensor, group_ids: Tensor, *, factor: Annotated[float, Field(gt=0)] = 0.5) -> Tensor: ...
 """
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -44,11 +46,13 @@ class Entry(Generic[F]):
     """A second function that belongs to it (the selector of a loss); its options are options of the entry."""
     traits: Mapping[str, object]
     """What those who call it have to know."""
+    source: Mapping[str, tuple[str, str]]
+    """By module, for functions that are not this package's: file, and its sha256 when it was registered."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the positional parameters."""
-        return _columns(self.function)
+        return columns_of(self.function)
 
     @cached_property
     def options(self) -> type[BaseModel]:
@@ -99,11 +103,13 @@ class Registry(Generic[F]):
     Args:
         kind: what they are, for messages.
         columns: names that positional parameters may have, each with its meaning.
+        helper_columns: names that those of a helper may have.
     """
 
-    def __init__(self, kind: str, columns: Mapping[str, str]) -> None:
+    def __init__(self, kind: str, columns: Mapping[str, str], helper_columns: Sequence[str] = ()) -> None:
         self.kind = kind
         self.columns = dict(columns)
+        self.helper_columns = tuple(helper_columns)
         self._entries: dict[str, Entry[F]] = {}
 
     def register(
@@ -124,12 +130,9 @@ class Registry(Generic[F]):
         """
 
         def enter(function: G) -> G:
-            for column in _columns(function):
-                if column not in self.columns:
-                    raise ConfigError(
-                        f"{self.kind} {name!r} ({_place(function)}) wants a column {column!r}; "
-                        f"{nearest(column, self.columns)} (options must be keyword-only)"
-                    )
+            self._check_columns(name, function, self.columns)
+            if helper is not None:
+                self._check_columns(name, helper, self.helper_columns)
             entry: Entry[Any] = Entry(
                 name=name,
                 kind=self.kind,
@@ -140,6 +143,7 @@ class Registry(Generic[F]):
                 aliases=tuple(aliases),
                 helper=helper,
                 traits=traits,
+                source={module: file for each in (function, helper) if each for module, file in _source(each).items()},
             )
             for taken in (each for each in (name, *aliases) if each in self._entries):
                 raise ConfigError(
@@ -150,6 +154,16 @@ class Registry(Generic[F]):
             return function
 
         return enter
+
+    def _check_columns(
+        self, name: str, function: Callable[..., object], known: Mapping[str, str] | Sequence[str]
+    ) -> None:
+        for column in columns_of(function):
+            if column not in known:
+                raise ConfigError(
+                    f"{self.kind} {name!r} ({_place(function)}) wants a column {column!r}; "
+                    f"{nearest(column, known)} (options must be keyword-only)"
+                )
 
     def __getitem__(self, name: str) -> Entry[F]:
         if name not in self._entries:
@@ -169,7 +183,7 @@ class Registry(Generic[F]):
 
 def call(function: Callable[..., Any], columns: object) -> Any:
     """Calls a bound function with the attributes of ``columns`` that its positional parameters name."""
-    return function(*(getattr(columns, name) for name in _columns(function)))
+    return function(*(getattr(columns, name) for name in columns_of(function)))
 
 
 def nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
@@ -183,9 +197,21 @@ def nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
     return f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(sorted(known))}"
 
 
-def _columns(function: Callable[..., object]) -> tuple[str, ...]:
+def columns_of(function: Callable[..., object]) -> tuple[str, ...]:
+    """Names of the positional parameters."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
+
+
+def _source(function: Callable[..., object]) -> dict[str, tuple[str, str]]:
+    """Module, file and sha256 of a function that is not this package's."""
+    if function.__module__.startswith("grpo_lib."):
+        return {}
+    try:
+        path = inspect.getfile(inspect.unwrap(function))
+        return {function.__module__: (path, hashlib.sha256(Path(path).read_bytes()).hexdigest())}
+    except (OSError, TypeError) as error:
+        raise ConfigError(f"{_place(function)}: a function of your own must stand in a file: {error}") from None
 
 
 def _place(function: Callable[..., object]) -> str:

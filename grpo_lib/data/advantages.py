@@ -1,5 +1,6 @@
 """Rewards of a whole iteration to the per-token advantages, weights and mask that the update reads."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from grpo_lib.algorithms.advantages import TokenAdvantages
 from grpo_lib.algorithms.filters import overlong_penalty
 from grpo_lib.algorithms.kl import adaptive_coef
-from grpo_lib.algorithms.registry import Entry, call
+from grpo_lib.algorithms.registry import Entry, call, columns_of
 from grpo_lib.algorithms.rollout_correction import correct
 from grpo_lib.data.columns import flat_column, list_array, ragged_column
 from grpo_lib.data.iteration import Iteration, Rows
@@ -83,6 +84,13 @@ def advantage_table(data: Iteration, plan: AdvantagePlan) -> tuple[pa.Table, dic
     in_loss = used & ~data.truncated if plan.overlong.mask_truncated else used
     mask, weights, mismatch = _corrected(data, in_loss, plan.correction)
     summary |= mismatch
+    if not bool(mask.values.any()):
+        raise AlgorithmError(
+            f"no response token of the iteration is left: {int((used & ~in_loss).sum())} of {int(used.sum())} rows are "
+            f"truncated and masked (algorithm.overlong.mask_truncated), "
+            f"{mismatch['mismatch/nonfinite_tokens']:.0f} tokens have an infinite log-prob; raise "
+            "rollout.max_new_tokens, or look at the engine"
+        )
     if plan.policy_version is not None:
         staleness = plan.policy_version - flat_column(data.rollouts, "policy_version").double()
         summary |= {"staleness_mean": float(staleness.mean()), "staleness_max": float(staleness.max())}
@@ -110,8 +118,12 @@ def advantage_table(data: Iteration, plan: AdvantagePlan) -> tuple[pa.Table, dic
     made = call(plan.estimator, rows)
     summary |= _numbers(rows, made)
     tokens = _to_tokens(made, rows)
+    if "values" in columns_of(plan.estimator) and tokens.returns is None:
+        raise AlgorithmError(
+            "the advantage estimator reads the critic's values but gives no returns to learn; add them"
+        )
     rows.advantages = tokens.advantages
-    summary |= {f"metric/{name}": float(call(function, rows)) for name, function in plan.metrics}
+    summary |= {f"metric/{name}": _finite(name, call(function, rows)) for name, function in plan.metrics}
 
     columns = {
         "rollout_id": data.rollouts.column("rollout_id"),
@@ -126,6 +138,12 @@ def advantage_table(data: Iteration, plan: AdvantagePlan) -> tuple[pa.Table, dic
         columns["copies"] = pa.array(data.copies.numpy(), pa.int32())
     extras = [field for field in ADVANTAGE_EXTRAS if field.name in columns]
     return pa.table(columns, schema=pa.schema([*ADVANTAGES, *extras])), summary
+
+
+def _finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise AlgorithmError(f"algorithm.metrics: {name} gives {value} in this iteration; mend or remove it")
+    return float(value)
 
 
 def _corrected(

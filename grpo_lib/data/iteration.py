@@ -156,10 +156,6 @@ class Rows:
     def sum_squared_probs(self) -> Tensor:
         return self._column(self._data.old, "sum_squared_probs")
 
-    @property
-    def truncated(self) -> Tensor:
-        return self._data.truncated[self._chosen]
-
 
 def component_matrix(rewards: pa.Table) -> tuple[tuple[str, ...], Tensor]:
     """Names of the reward's components, and their values ``float64[K, B]``; NaN where a row has no such component."""

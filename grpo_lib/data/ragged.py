@@ -124,11 +124,6 @@ def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
     return values.new_full((len(offsets) - 1,), -torch.inf).scatter_reduce(0, rows, values.detach(), "amax")
 
 
-def segment_min(values: Tensor, offsets: Tensor) -> Tensor:
-    """Smallest value of each row, ``[N] -> [B]``; ``inf`` for an empty row. Without gradient."""
-    return -segment_max(-values, offsets)
-
-
 def _reduce(operation: np.ufunc, values: Tensor, offsets: Tensor, empty: float) -> Tensor:
     """The ufunc over each row; ``reduceat`` itself knows no empty rows."""
     starts, numbers = offsets[:-1].numpy(), values.detach().numpy()

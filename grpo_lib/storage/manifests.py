@@ -180,8 +180,12 @@ def latest(manifests: Sequence[Manifest], stage: str) -> list[Manifest]:
     return [newest[place] for place in sorted(newest)]
 
 
+RESULTS = ("policy_digest", "critic_digest", "next_batch", "next_kl_coef")
+"""Results that a stage has in its summary and that later stages go on from."""
+
+
 def content_digest(stage: str, version: int, parts: Sequence[Part], summary: dict[str, Any]) -> str:
-    """sha256 of what was computed: stage, version, the parts' names and sha256s, and summary["policy_digest"] if any.
+    """sha256 of what was computed: stage, version, the parts' names and sha256s, and ``RESULTS`` of the summary.
 
     When, where, by which run and how fast is not in it: the same result has the same digest.
     """
@@ -190,8 +194,7 @@ def content_digest(stage: str, version: int, parts: Sequence[Part], summary: dic
         "version": version,
         "parts": [[part.name, part.sha256] for part in parts],
     }
-    if "policy_digest" in summary:
-        content["policy_digest"] = summary["policy_digest"]
+    content |= {name: summary[name] for name in RESULTS if name in summary}
     return hashlib.sha256(canonical_json(content)).hexdigest()
 
 

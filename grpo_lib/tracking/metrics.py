@@ -93,6 +93,7 @@ DESCRIPTIONS = {
     "update/value": "Mean value of the critic.",
     "update/value_loss": "The critic's loss.",
     "update/value_error": "Mean squared difference of value and return.",
+    "update/critic_skipped": "Critic steps skipped for a non-finite gradient.",
     "update/critic_grad_norm": "The critic's gradient norm before clipping.",
     "update/trained_rows": "Rows an optimizer step that can change the gradient.",
     "update/padded_fraction": "Padding among the tokens of the micro-batches.",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from grpo_lib.algorithms.distributions import full_kl, sum_squared_probs
+from grpo_lib.algorithms.distributions import entropy_of, full_kl, sum_squared_probs
 from grpo_lib.training.microbatches import MicroBatch
 
 CHUNK_VALUES = 2**24  # logits held at a time: 64 MiB in float32
@@ -111,4 +111,4 @@ def _sum_squares(targets: Tensor, temperature: float, hidden: Tensor, weight: Te
 
 def _of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     log_p = torch.log_softmax(logits, dim=-1)
-    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), entropy_of(log_p)

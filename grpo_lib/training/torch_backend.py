@@ -5,6 +5,7 @@ Nothing here draws from a global random state, so weights, optimizer moments and
 """
 
 import json
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from grpo_lib.config import OptimizerConfig
 from grpo_lib.data.ragged import Ragged
 from grpo_lib.errors import AlgorithmError, NonFiniteError
 from grpo_lib.models import load_model
+from grpo_lib.seeds import derive_seed
 from grpo_lib.training.base import Batching, Objective, StepMetrics, UpdateBatch
 from grpo_lib.training.critic import Critic
 from grpo_lib.training.digest import weights_digest
@@ -114,8 +116,8 @@ class TorchTrainer:
         for epoch in range(batching.epochs):
             for rows in mini_batches(batch.mask, batch.group_ids, batching, epoch):
                 part = batch.gather(rows)
-                values = self._step(part, objective, batching)
-                skipped += int(values["skipped"])
+                values = self._step(part, objective, batching, epoch)
+                skipped += int(values["skipped"] + values.get("critic_skipped", 0.0))
                 if skipped > batching.max_skipped:
                     raise NonFiniteError(
                         f"{skipped} gradients of one iteration were NaN or infinite "
@@ -130,11 +132,10 @@ class TorchTrainer:
                 )
         return steps
 
-    def _step(self, batch: UpdateBatch, objective: Objective, batching: Batching) -> dict[str, float]:
+    def _step(self, batch: UpdateBatch, objective: Objective, batching: Batching, epoch: int) -> dict[str, float]:
         """One optimizer step on a mini-batch."""
-        part = make_mini_batch(
-            batch, objective, batching.seed, lambda: self.logprobs(batch.sequences, objective.temperature)[0]
-        )
+        seed = derive_seed(batching.seed, "select", epoch)
+        part = make_mini_batch(batch, objective, seed, lambda: self.logprobs(batch.sequences, objective.temperature)[0])
         lengths = batch.sequences.prompts.lengths + batch.sequences.responses.lengths
         active = rows_with_gradient(batch, objective, self.critic is not None)
         totals = Totals()
@@ -152,7 +153,10 @@ class TorchTrainer:
                 f"{self.optimizer_step + 1}) is rejected; loosen algorithm.rollout_correction, lower "
                 "trainer.optimizer.lr, or make fewer updates an iteration"
             )
-        critic = {} if self.critic is None else {"critic_grad_norm": self.critic.step()}
+        critic = {}
+        if self.critic is not None:
+            critic_norm = self.critic.step()
+            critic = {"critic_grad_norm": critic_norm, "critic_skipped": float(not math.isfinite(critic_norm))}
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -28,7 +28,13 @@ UPDATE = StageSpec(
     name="update",
     version=2,
     reads=(
-        "algorithm",
+        "algorithm.loss",
+        "algorithm.loss_options",
+        "algorithm.aggregation",
+        "algorithm.kl",
+        "algorithm.entropy_coef",
+        "algorithm.old_logprobs",
+        "algorithm.rollout_correction",
         "trainer",
         "critic",
         "decay_steps",
@@ -171,7 +177,7 @@ def update_summary(steps: Sequence[StepMetrics]) -> dict[str, float]:
                 summary[name] = min(values)
             case "ratio_max":
                 summary[name] = max(values)
-            case "skipped":
+            case "skipped" | "critic_skipped":
                 summary[name] = sum(values)
             case "lr":
                 summary[name] = values[-1]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from grpo_lib.config import RunConfig
 from grpo_lib.errors import AlgorithmError
@@ -129,14 +130,88 @@ def test_policy_critic_and_kl_coefficient_are_replayed_exactly(tiny: Tiny, tmp_p
     assert any(float(str(each.summary["value"])) != 0 for each in of(resumed, "update")), "the critic learned"
 
 
+def test_runs_that_share_a_store_never_take_each_other_s_critic(tiny: Tiny) -> None:
+    slow = train(tiny(*PPO, "iterations=2", "name=slow", "critic.lr=1e-3"))
+    fast = train(tiny(*PPO, "iterations=2", "name=fast"))
+    assert of(slow, "update", 0)[0].summary["policy_digest"] == of(fast, "update", 0)[0].summary["policy_digest"]
+    assert of(slow, "update", 0)[0].summary["critic_digest"] != of(fast, "update", 0)[0].summary["critic_digest"]
+    assert of(fast, "values", 0)[0].adopted_from and not of(fast, "values", 1)[0].adopted_from
+    assert not of(fast, "checkpoint")[0].adopted_from
+
+
+def test_the_place_in_the_data_is_part_of_what_an_iteration_leaves_to_the_next() -> None:
+    from grpo_lib.storage.manifests import content_digest
+
+    def digest(**summary: object) -> str:
+        return content_digest("filter", 1, (), summary)
+
+    assert digest(next_batch=1, full=1.0) != digest(next_batch=2, full=1.0)
+    assert digest(next_batch=1, prompts_kept=4.0) == digest(next_batch=1, prompts_kept=5.0)
+
+
+def test_infinite_log_probs_of_the_engine_are_dropped_and_counted(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    from grpo_lib.generation.local import LocalEngine
+
+    generate = LocalEngine.generate
+
+    def impossible(self: LocalEngine, *arguments: object, **options: object) -> object:
+        made = generate(self, *arguments, **options)  # type: ignore[arg-type]
+        logprobs = made.logprobs.clone()
+        logprobs[::7] = -torch.inf
+        return replace(made, logprobs=logprobs)
+
+    monkeypatch.setattr(LocalEngine, "generate", impossible)
+    for mode in ("decoupled", "bypass"):
+        config = tiny("iterations=1", f"name={mode}", f"algorithm.old_logprobs={mode}")
+        manifests = train(config)
+        stages = Run(config).stages
+        rollouts = stages.table([each.to_ref(reused=True) for each in of(manifests, "rollout")])
+        infinite = np.isinf(rollouts.column("rollout_logprobs").combine_chunks().flatten().to_numpy())
+        (advantage,) = of(manifests, "advantage")
+        mask = stages.table(advantage.to_ref(reused=True)).column("response_mask").combine_chunks().flatten().to_numpy()
+        assert infinite.any() and (mask[infinite] == 0).all() and (mask[~infinite] == 1).all()
+        assert advantage.summary["mismatch/nonfinite_tokens"] == infinite.sum()
+        assert of(manifests, "update")[0].summary["skipped"] == 0
+
+
+def test_a_further_metric_is_computed_without_training_again(tiny: Tiny) -> None:
+    train(tiny("iterations=2", "name=first"))
+    second = train(tiny("iterations=2", "name=second", "algorithm.metrics=[group_std]"))
+    computed = {each.stage for each in second if not each.adopted_from}
+    assert computed == {"advantage", "publish"}
+    assert all("metric/group_std" in each.summary for each in of(second, "advantage"))
+
+
+def test_every_stage_is_in_the_summary_of_a_run() -> None:
+    from grpo_lib.storage.keys import StageSpec
+    from grpo_lib.tracking.reports import ORDER
+    from tasks import advantage, dataset, evaluate, filter, logprobs, policy, prompts, publish, reward, rollout, update
+
+    modules = (advantage, dataset, evaluate, filter, logprobs, policy, prompts, publish, reward, rollout, update)
+    specs = {each.name for module in modules for each in vars(module).values() if isinstance(each, StageSpec)}
+    assert specs == set(ORDER)
+
+
 MODULE = """
 from grpo_lib.algorithms.advantages import ADVANTAGES
+from grpo_lib.algorithms.filters import FILTERS
+from grpo_lib.algorithms.losses import LOSSES, reinforce
 from grpo_lib.algorithms.metrics import METRICS
 from grpo_lib.data.ragged import group_statistics
 
 @ADVANTAGES.register("halved", formula="(R - mean_g) / 2", paper="-", use="a test")
 def halved(rewards, group_ids, *, part: float = 2.0):
     return (rewards - group_statistics(rewards, group_ids).mean) / part
+
+@LOSSES.register("own_loss", formula="-A lp", paper="-", use="a test")
+def own_loss(logprobs, old_logprobs, advantages):
+    return reinforce(logprobs, old_logprobs, advantages)
+
+@FILTERS.register("all_rows", formula="1", paper="-", use="a test")
+def all_rows(rewards):
+    return (rewards == rewards).long()
 
 @METRICS.register("rows", formula="B", paper="-", use="a test")
 def rows(rewards):
@@ -157,7 +232,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     sys.modules.pop("my_estimators", None)
-    for registry, name in (("advantage", "halved"), ("metrics", "rows")):
+    for registry, name in (("advantage", "halved"), ("metrics", "rows"), ("loss", "own_loss"), ("filters", "all_rows")):
         REGISTRIES[registry]._entries.pop(name, None)
 
 
@@ -179,3 +254,17 @@ def test_a_function_of_one_s_own_runs_and_a_change_in_it_computes_just_what_depe
     assert {"prompts", "rollout", "reward", "old_logprobs"} <= adopted
     assert not {"advantage", "update"} & adopted
     assert of(second, "advantage")[0].summary["max"] == 2 * float(str(advantage.summary["max"]))
+
+
+def test_a_changed_file_computes_again_what_its_loss_and_its_filter_make(tiny: Tiny, module: Path) -> None:
+    settings = ["algorithm.plugins=[my_estimators]", "algorithm.loss=own_loss", "iterations=1"]
+    filtered = ["algorithm.filters=[all_rows]"]
+    train(tiny(*settings))
+    train(tiny(*settings, *filtered, "name=filtered"))
+    forget()
+    module.write_text(MODULE + "# another version")
+    fresh_process()
+    second = train(tiny(*settings, "name=second"))
+    assert {each.stage for each in second if not each.adopted_from} == {"update", "checkpoint", "evaluate", "publish"}
+    third = train(tiny(*settings, *filtered, "name=third"))
+    assert not of(third, "filter")[0].adopted_from and not of(third, "update")[0].adopted_from

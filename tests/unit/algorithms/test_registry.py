@@ -20,10 +20,12 @@ ENTRIES = [pytest.param(registry, entry, id=f"{entry.kind}: {entry.name}") for r
 
 Warmth = Annotated[float, Field(ge=0, le=1, description="How warm.")]
 
+COLUMNS = {"who": "a name", "when": "an hour"}
+
 
 @pytest.fixture
 def greetings() -> Registry[Callable[..., str]]:
-    registry: Registry[Callable[..., str]] = Registry("greeting", {"who": "a name", "when": "an hour"})
+    registry: Registry[Callable[..., str]] = Registry("greeting", COLUMNS, ("who",))
 
     def lower(who: str, *, letters: Annotated[int, Field(gt=0)] = 3) -> str:
         return who[:letters].lower()
@@ -51,6 +53,15 @@ def test_an_entry_holds_what_was_said_of_the_function(greetings: Registry[Callab
     assert (entry.name, entry.kind, entry.aliases) == ("hello", "greeting", ("hi",))
     assert (entry.formula, entry.paper, entry.use) == ("hello, who", "ours", "always")
     assert entry.function("you") == "hello you"
+
+
+def test_a_helper_may_name_its_own_columns_only(greetings: Registry[Callable[..., str]]) -> None:
+    def late(when: str) -> str:
+        return when
+
+    with pytest.raises(ConfigError, match=r"wants a column 'when'; known: who"):
+        greetings.register("late", helper=late)(lambda who: who)
+    assert "late" not in greetings
 
 
 def test_an_alias_is_the_same_entry(greetings: Registry[Callable[..., str]]) -> None:

@@ -403,6 +403,44 @@ def test_rejected_tokens_and_rows_without_reward_pay_no_kl() -> None:
     assert summary["kl_in_reward"] == pytest.approx((1 + 0 + 2) / 3)
 
 
+def test_kl_in_the_reward_is_of_the_old_policy_and_in_bypass_mode_of_the_engine() -> None:
+    columns = {"rollout": [[-3.0], [-3.0]], "ref": [[-2.0], [-2.0]]}
+    _, decoupled = advantage_table(
+        iteration([0, 0], [[1], [1]], [1.0, 0.0], old=[[-1.0], [-1.0]], **columns), plan(kl=in_reward())
+    )
+    _, bypass = advantage_table(iteration([0, 0], [[1], [1]], [1.0, 0.0], **columns), plan(kl=in_reward()))
+    assert (decoupled["kl_in_reward"], bypass["kl_in_reward"]) == (1.0, -1.0)
+
+
+def test_when_every_row_is_truncated_and_masked_the_run_stops_and_says_so() -> None:
+    data = iteration([0, 0], [[1], [1, 1]], [1.0, 0.0], truncated=(0, 1))
+    masked = Overlong(max_length=10, buffer=None, penalty=1.0, mask_truncated=True)
+    with pytest.raises(AlgorithmError, match="no response token of the iteration is left: 2 of 2 rows are truncated"):
+        advantage_table(data, plan(overlong=masked))
+
+
+def test_when_every_log_prob_is_infinite_in_bypass_mode_the_run_stops_and_says_so() -> None:
+    data = iteration([0, 0], [[1], [1, 1]], [1.0, 0.0], rollout=[[-math.inf], [-math.inf, math.inf]])
+    with pytest.raises(AlgorithmError, match="3 tokens have an infinite log-prob"):
+        advantage_table(data, plan())
+
+
+def test_a_metric_that_is_not_a_number_and_returns_that_are_missing_are_told_by_name() -> None:
+    data = iteration([0, 0], [[1], [1]], [1.0, 0.0], critic=[[0.5], [0.5]])
+
+    def without_returns(token_rewards: Tensor, values: Tensor) -> TokenAdvantages:
+        return TokenAdvantages(advantages=token_rewards - values)
+
+    with pytest.raises(AlgorithmError, match="reads the critic's values but gives no returns"):
+        advantage_table(data, plan(without_returns))
+
+    def broken(rewards: Tensor) -> float:
+        return math.nan
+
+    with pytest.raises(AlgorithmError, match=r"algorithm\.metrics: mine gives nan"):
+        advantage_table(iteration([0, 0], [[1], [1]], [1.0, 0.0]), plan(metrics=[("mine", broken)]))
+
+
 # --- length -----------------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,6 @@ from grpo_lib.data.ragged import (
     row_blocks,
     segment_max,
     segment_mean,
-    segment_min,
     segment_std,
     segment_sum,
     to_padded,
@@ -126,7 +125,6 @@ SEGMENTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[list[flo
     "mean": (segment_mean, lambda row: math.fsum(row) / len(row) if row else 0.0),
     "std": (segment_std, lambda row: statistics.stdev(row) if len(row) > 1 else 0.0),
     "max": (segment_max, lambda row: max(row, default=-math.inf)),
-    "min": (segment_min, lambda row: min(row, default=math.inf)),
 }
 segments = pytest.mark.parametrize("name", SEGMENTS)
 EMPTY_ROWS = [
@@ -167,7 +165,7 @@ def test_segments_with_and_without_gradient_are_those_of_a_loop(name: str, rows:
     assert without.tolist() == pytest.approx([of_row(row) for row in rows], rel=1e-9, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("name", ["sum", "mean", "max"])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_segments_keep_float32(name: str, gradient: bool) -> None:
     values = torch.tensor([1.0, 2.0], requires_grad=gradient)
@@ -195,7 +193,7 @@ def test_the_gradient_of_repeated_rows_is_right() -> None:
 
 def test_the_largest_and_smallest_of_a_row_carry_no_gradient() -> None:
     values = torch.tensor([1.0, 2.0], requires_grad=True)
-    for function in (segment_max, segment_min):
+    for function in (segment_max,):
         assert not function(values, torch.tensor([0, 2])).requires_grad
 
 

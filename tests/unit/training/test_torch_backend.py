@@ -18,6 +18,7 @@ from grpo_lib.algorithms.rollout_correction import Importance, Rejection, correc
 from grpo_lib.config import OptimizerConfig
 from grpo_lib.data.ragged import Ragged, repeat_rows, segment_sum
 from grpo_lib.errors import AlgorithmError, ConfigError, NonFiniteError
+from grpo_lib.seeds import derive_seed
 from grpo_lib.training import torch_backend
 from grpo_lib.training.base import Batching, KlTerm, Objective, StepMetrics, UpdateBatch
 from grpo_lib.training.microbatches import Sequences
@@ -472,7 +473,7 @@ def test_tokens_are_chosen_once_among_all_valid_tokens_of_the_mini_batch(
     batch, trainer = make_batch(7), make_trainer()
     scored, _ = trainer.logprobs(batch.sequences, 0.8)
     valid = batch.mask.values.bool()
-    draws = token_draws(batch.row_seeds, batch.mask.offsets, BATCHING.seed)
+    draws = token_draws(batch.row_seeds, batch.mask.offsets, derive_seed(BATCHING.seed, "select", 0))
     objective = objective_of(name)
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
     taken: list[Tensor] = []
