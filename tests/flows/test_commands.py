@@ -119,3 +119,43 @@ def test_doctor_finds_this_machine_in_order_and_says_what_is_wrong(place: Path) 
     result = CliRunner().invoke(app, ["doctor", "--store", str(place / "file" / "below"), "--json"])
     assert result.exit_code == 1
     assert [each["check"] for each in json.loads(result.output) if not each["ok"]] == ["store", "mlflow"]
+
+
+def test_show_algorithms_lists_formula_paper_and_options_of_everything_that_is_registered() -> None:
+    shown = json.loads(CliRunner().invoke(app, ["show", "algorithms", "--json"]).output)
+    from grpo_lib.recipe import REGISTRIES
+
+    expected = {(f"algorithm.{setting}", each.name) for setting, registry in REGISTRIES.items() for each in registry}
+    assert {(each["setting"], each["name"]) for each in shown} == expected
+    assert len([each for each in shown if each["setting"] == "algorithm.advantage"]) == 12
+    (ppo,) = (each for each in shown if each["name"] == "ppo_clip")
+    assert "-A clip(rho" in ppo["formula"] and "arXiv:1707.06347" in ppo["paper"]
+    options = {each["name"]: each for each in ppo["options"]}
+    assert options["clip_low"]["default"] == "0.2" and options["clip_low"]["type"] == "float, > 0, < 1"
+    assert "null: off" in options["dual_clip"]["meaning"]
+
+
+def test_show_algorithms_narrows_to_a_kind_or_a_name_and_names_the_nearest() -> None:
+    one = CliRunner().invoke(app, ["show", "algorithms", "gmpo"]).output
+    assert "geo_mean (also gmpo)" in one and "clip_high = 0.4" in one and "rloo" not in one
+    kinds = {
+        each["setting"] for each in json.loads(CliRunner().invoke(app, ["show", "algorithms", "kl", "--json"]).output)
+    }
+    assert kinds == {"algorithm.kl.estimator"}
+    unknown = CliRunner().invoke(app, ["show", "algorithms", "rlo"])
+    assert unknown.exit_code == 1 and "did you mean rloo" in str(unknown.exception)
+
+
+def test_show_algorithms_lists_a_module_of_one_s_own(tmp_path: Path) -> None:
+    (tmp_path / "shown_module.py").write_text(
+        "from grpo_lib.algorithms.metrics import METRICS\n"
+        "@METRICS.register('shown', formula='B', paper='ours', use='counting')\n"
+        "def shown(rewards):\n    return len(rewards)\n"
+    )
+    done = subprocess.run(
+        [*GRPO, "show", "algorithms", "shown", "--plugin", "shown_module", "--json"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (listed,) = json.loads(done.stdout)
+    assert (listed["function"], listed["columns"]) == ("shown_module.shown", ["rewards"])
