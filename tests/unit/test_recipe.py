@@ -426,3 +426,44 @@ def test_a_kl_estimator_that_takes_other_columns_is_refused(function: Any, trait
         message = refused(kl={"estimator": name, "coef": 0.1})
         assert message.startswith(f"algorithm.kl.estimator={name}: KL estimator 'own' takes ")
         assert message.endswith("one of your own takes logprobs, ref_logprobs")
+
+
+# --- what would do nothing, or harm -----------------------------------------------------------------------------------
+
+
+def test_what_an_estimator_does_not_read_is_refused_rather_than_ignored() -> None:
+    in_reward = {"coef": 0.1, "place": "reward"}
+    assert "gdpo does not read the reward, so algorithm.kl.place=reward" in refused(advantage="gdpo", kl=in_reward)
+    message = refused(advantage="gdpo", overlong={"buffer_tokens": 8})
+    assert "gdpo does not read the reward, so algorithm.overlong.buffer_tokens" in message
+    check_algorithm(config_of(advantage="gdpo", kl={"coef": 0.1}))
+    check_algorithm(config_of(advantage="reinforce_plus_plus", kl=in_reward, overlong={"buffer_tokens": 8}))
+
+
+def test_a_horizon_shorter_than_an_iteration_would_turn_the_coefficient_s_sign() -> None:
+    adaptive = {"coef": 0.1, "place": "reward", "controller": "adaptive", "horizon": 31}
+    message = refused_by_the_config("rollout.prompts=4", "rollout.samples=8", kl=adaptive)
+    assert "algorithm.kl.horizon=31" in message and "32 rows" in message
+    config_of("rollout.prompts=4", "rollout.samples=8", kl=adaptive | {"horizon": 32})
+
+
+def test_other_names_of_a_loss_stand_for_it_beside_presets_too() -> None:
+    assert config_of(loss="vanilla").algorithm.loss == "ppo_clip"
+    beside = config_of(loss="gpg", rollout_correction={"preset": "pg_is"})
+    assert (beside.algorithm.loss, beside.algorithm.old_logprobs) == ("reinforce", "bypass")
+    assert config_of(loss="vanilla", rollout_correction={"preset": "ppo_is_bypass"}).algorithm.loss == "ppo_clip"
+
+
+def test_weights_of_no_component_are_refused_before_the_run() -> None:
+    assert "at least 1 item" in refused(advantage="gdpo", advantage_options={"weights": {}})
+
+
+def test_a_loss_that_wants_chosen_tokens_needs_a_helper_that_chooses() -> None:
+    @LOSSES.register("chosen", formula="0", paper="-", use="a test")
+    def chosen(logprobs: Any, selected: Any) -> Any:
+        raise AssertionError("never called")
+
+    try:
+        assert "`selected`, but was registered without a helper" in refused(loss="chosen")
+    finally:
+        del LOSSES._entries["chosen"]
