@@ -16,7 +16,7 @@ from grpo_lib.algorithms.losses import ppo_clip
 from grpo_lib.algorithms.rollout_correction import Rejection, correct_rows
 from grpo_lib.config import CriticConfig, OptimizerConfig
 from grpo_lib.data.ragged import segment_sum
-from grpo_lib.errors import AlgorithmError
+from grpo_lib.errors import AlgorithmError, NonFiniteError
 from grpo_lib.training.base import Batching, Objective, StepMetrics, UpdateBatch
 from grpo_lib.training.critic import Critic
 from grpo_lib.training.microbatches import MicroBatch, Sequences, micro_batch
@@ -445,3 +445,19 @@ def test_what_is_saved_is_the_backbone_and_the_head(make_critic: MakeCritic, arc
     assert other.digest() == critic.digest() and torch.equal(other.head.weight, critic.head.weight)
     assert set(critic.weights()) == {*critic.backbone.state_dict(), "value_head.weight"}
     assert not any("lm_head" in name for name in critic.weights())
+
+
+def test_a_critic_whose_gradient_is_not_finite_is_not_moved_and_counted_against_the_bound(
+    make_trainer: MakeTrainer, make_batch: MakeBatch
+) -> None:
+    batch = make_batch(1)
+    assert batch.returns is not None
+    broken = replace(batch, returns=batch.returns.with_values(torch.full_like(batch.returns.values, torch.inf)))
+    trainer = make_trainer()
+    before = trainer.critic_digest()
+    steps = trainer.update(broken, OBJECTIVE, replace(BATCHING, max_skipped=len(make_batch(1).group_ids)))
+    assert {step.values["critic_skipped"] for step in steps} == {1.0}
+    assert {step.values["skipped"] for step in steps} == {0.0}
+    assert trainer.critic_digest() == before
+    with pytest.raises(NonFiniteError, match="NaN or infinite"):
+        make_trainer().update(broken, OBJECTIVE, replace(BATCHING, max_skipped=0))

@@ -876,3 +876,15 @@ def test_bfloat16_passes_keep_float32_weights_and_give_nearly_the_same_gradient(
     ours, theirs = (torch.cat([each.flatten() for each in gradients(t).values()]) for t in (mixed, exact))
     assert not torch.equal(ours, theirs), "the passes really were in bfloat16"
     assert torch.cosine_similarity(ours, theirs, dim=0) > 0.98
+
+
+def test_every_epoch_draws_anew_for_the_choice_of_tokens(make_trainer: MakeTrainer, make_batch: MakeBatch) -> None:
+    objective, seen = objective_of("clip_cov"), []
+
+    def select(logprobs: Tensor, advantages: Tensor, draws: Tensor) -> Tensor:
+        seen.append(draws)
+        return torch.zeros(len(draws), dtype=torch.bool)
+
+    make_trainer().update(make_batch(7), replace(objective, select=select), replace(BATCHING, epochs=2))
+    first, second = seen
+    assert len(first) == len(second) and not bool((first == second).any())
