@@ -6,8 +6,8 @@ Rows that the filters left out are not scored; their values are 0 and nothing re
 import pyarrow as pa
 import torch
 
-from grpo_lib.data.columns import list_array, ragged_column
-from grpo_lib.data.ragged import Ragged, repeat_rows
+from grpo_lib.data.columns import flag_column, list_array, ragged_column
+from grpo_lib.data.ragged import Ragged, place_rows
 from grpo_lib.data.schemas import FLOATS, OLD_LOGPROBS, REF_LOGPROBS, SUM_SQUARED_PROBS, VALUES
 from grpo_lib.storage.keys import StageSpec
 from grpo_lib.storage.stages import ArtifactRef
@@ -95,18 +95,14 @@ class _Scored:
         self.sequences: Sequences = everything
         self.rollout_logprobs = ragged_column(self._rollouts, "rollout_logprobs")
         if selection is not None:
-            self._chosen = torch.from_numpy(stage.table(selection).column("used").to_numpy().astype(bool))
+            self._chosen = flag_column(stage.table(selection), "used")
             rows = torch.nonzero(self._chosen).squeeze(1)
             self.sequences = everything.gather(rows)
             self.rollout_logprobs = self.rollout_logprobs.gather(rows)
 
     def spread(self, scored: Ragged) -> Ragged:
         """The scored rows at their places among all, 0 elsewhere."""
-        if self._chosen is None:
-            return scored
-        result = torch.zeros(len(self._all.values))
-        result[repeat_rows(self._chosen, self._all.offsets)] = scored.values
-        return self._all.with_values(result)
+        return scored if self._chosen is None else place_rows(scored.values, self._chosen, self._all)
 
     def table(self, schema: pa.Schema, **columns: Ragged) -> pa.Table:
         arrays = {name: list_array(self.spread(column), FLOATS) for name, column in columns.items()}

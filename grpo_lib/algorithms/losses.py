@@ -11,7 +11,7 @@ pass, so that the choice does not depend on micro-batches.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -202,12 +202,7 @@ def clip_cov(
 ) -> PolicyLoss:
     """``selected`` tokens have value and gradient 0; they stay in the denominators."""
     loss = _clipped(logprobs, (logprobs - old_logprobs).detach(), advantages, clip_low, clip_high, None)
-    return PolicyLoss(
-        values=loss.values.masked_fill(selected, 0.0),
-        ratio=loss.ratio,
-        clipped_high=loss.clipped_high,
-        clipped_low=loss.clipped_low,
-    )
+    return replace(loss, values=loss.values.masked_fill(selected, 0.0))
 
 
 @LOSSES.register(

@@ -16,7 +16,7 @@ from grpo_lib.algorithms.registry import Entry, call, columns_of
 from grpo_lib.algorithms.rollout_correction import correct
 from grpo_lib.data.columns import flat_column, list_array, ragged_column
 from grpo_lib.data.iteration import Iteration, Rows
-from grpo_lib.data.ragged import Ragged, group_statistics, repeat_rows, segment_sum, spread_rows
+from grpo_lib.data.ragged import Ragged, group_statistics, place_rows, repeat_rows, segment_sum, spread_rows
 from grpo_lib.data.schemas import ADVANTAGE_EXTRAS, ADVANTAGES, FLOATS, MASK
 from grpo_lib.errors import AlgorithmError, RewardError
 
@@ -102,8 +102,10 @@ def advantage_table(data: Iteration, plan: AdvantagePlan) -> tuple[pa.Table, dic
     chosen = torch.nonzero(used).squeeze(1)
     scores = rewards[chosen]
     if plan.overlong.buffer is not None:
-        longness = {"max_length": plan.overlong.max_length, "buffer": plan.overlong.buffer}
-        shaped = overlong_penalty(mask.lengths[chosen], **longness, penalty=plan.overlong.penalty)
+        overlong = plan.overlong
+        shaped = overlong_penalty(
+            mask.lengths[chosen], max_length=overlong.max_length, buffer=plan.overlong.buffer, penalty=overlong.penalty
+        )
         summary["overlong_penalty_mean"] = float(shaped.mean())
         scores = scores + shaped
     rows = Rows(
@@ -127,11 +129,11 @@ def advantage_table(data: Iteration, plan: AdvantagePlan) -> tuple[pa.Table, dic
 
     columns = {
         "rollout_id": data.rollouts.column("rollout_id"),
-        "advantages": list_array(_of_all(tokens.advantages, chosen, mask), FLOATS),
+        "advantages": list_array(place_rows(tokens.advantages, used, mask), FLOATS),
         "response_mask": list_array(mask.with_values(mask.values.to(torch.uint8)), MASK),
     }
     if tokens.returns is not None and data.values is not None:  # what the critic learns
-        columns["returns"] = list_array(_of_all(tokens.returns, chosen, mask), FLOATS)
+        columns["returns"] = list_array(place_rows(tokens.returns, used, mask), FLOATS)
     if weights is not None:
         columns["is_weights"] = list_array(mask.with_values(weights), FLOATS)
     if data.copies is not None:
@@ -160,8 +162,7 @@ def _corrected(
         finite = rollout.isfinite()
         dropped = {"mismatch/nonfinite_tokens": float((mask & ~finite).sum())}
         return given.with_values(mask & finite), None, dropped
-    old = ragged_column(data.old, "old_logprobs").values
-    result = correct(old, rollout, mask, given.offsets, **settings)
+    result = correct(data.old_logprobs.values, rollout, mask, given.offsets, **settings)
     return (
         given.with_values(result.mask),
         result.weights,
@@ -171,10 +172,9 @@ def _corrected(
 
 def _kl_penalty(data: Iteration, mask: Ragged, kl: KlInReward, rows: int) -> tuple[Tensor, dict[str, float]]:
     """Coefficient times KL of every token, ``float64[N]``, and the coefficient after an iteration of ``rows`` rows."""
-    anchor = ("rollout_logprobs", data.rollouts) if data.old is None else ("old_logprobs", data.old)
     assert data.ref is not None, "a KL in the reward needs ref_logprobs"
-    old, ref = ragged_column(anchor[1], anchor[0]).values, ragged_column(data.ref, "ref_logprobs").values
-    values = kl.estimator(old.double(), ref.double()).masked_fill(~mask.values, 0.0)
+    ref = ragged_column(data.ref, "ref_logprobs").values
+    values = kl.estimator(data.old_logprobs.values.double(), ref.double()).masked_fill(~mask.values, 0.0)
     mean = float(values.sum() / max(1, int(mask.values.sum())))
     following = kl.coef
     if kl.target is not None:
@@ -205,14 +205,3 @@ def _to_tokens(made: Tensor | TokenAdvantages, rows: Rows) -> TokenAdvantages:
     if isinstance(made, TokenAdvantages):
         return made
     return TokenAdvantages(advantages=spread_rows(made, rows.mask, rows.offsets))
-
-
-def _of_all(values: Tensor, chosen: Tensor, all_rows: Ragged) -> Ragged:
-    """Values of the chosen rows at their places among all rows; 0 elsewhere."""
-    if len(chosen) == all_rows.rows:
-        return all_rows.with_values(values.float())
-    taking_part = torch.zeros(all_rows.rows, dtype=torch.bool)
-    taking_part[chosen] = True
-    result = torch.zeros(len(all_rows.values))
-    result[repeat_rows(taking_part, all_rows.offsets)] = values.float()
-    return all_rows.with_values(result)

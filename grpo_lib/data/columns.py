@@ -38,6 +38,11 @@ def flat_column(table: pa.Table, name: str) -> Tensor:
     return _tensor(column)
 
 
+def flag_column(table: pa.Table, name: str) -> Tensor:
+    """The boolean column ``name`` of ``table`` as ``bool[B]``; Arrow packs eight to a byte, so this is a copy."""
+    return torch.from_numpy(table.column(name).to_numpy().astype(bool))
+
+
 def list_array(rows: Ragged, type_: pa.DataType) -> pa.Array:
     """A ragged tensor as an Arrow list array of ``type_``."""
     values = pa.array(rows.values.detach().cpu().numpy(), type=type_.value_type)

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from grpo_lib.data.columns import flat_column, ragged_column, same_rows
+from grpo_lib.data.columns import flag_column, flat_column, ragged_column, same_rows
 from grpo_lib.data.ragged import Ragged, lengths_to_offsets, segment_sum
 
 
@@ -49,9 +49,14 @@ class Iteration:
     @property
     def used(self) -> Tensor | None:
         """``bool[B]``: rows that the filters left; None without filters."""
-        if self.selection is None:
-            return None
-        return torch.from_numpy(self.selection.column("used").to_numpy().astype(bool))
+        return None if self.selection is None else flag_column(self.selection, "used")
+
+    @property
+    def old_logprobs(self) -> Ragged:
+        """``float32[N]``: the anchor of the update; in bypass mode the engine's."""
+        if self.old is None:
+            return ragged_column(self.rollouts, "rollout_logprobs")
+        return ragged_column(self.old, "old_logprobs")
 
     @property
     def copies(self) -> Tensor | None:
@@ -148,9 +153,7 @@ class Rows:
 
     @property
     def old_logprobs(self) -> Tensor:
-        if self._data.old is None:
-            return self._column(self._data.rollouts, "rollout_logprobs")
-        return self._column(self._data.old, "old_logprobs")
+        return self._take(self._data.old_logprobs).values
 
     @property
     def sum_squared_probs(self) -> Tensor:

@@ -201,6 +201,11 @@ def expand(values: Tensor, mask: Tensor) -> Tensor:
     return result
 
 
+def place_rows(values: Tensor, rows: Tensor, everything: Ragged) -> Ragged:
+    """``float32``: the values of the rows with ``rows bool[B]``, at their places in ``everything``; 0 in the others."""
+    return everything.with_values(expand(values.float(), repeat_rows(rows, everything.offsets)))
+
+
 def kept_offsets(mask: Tensor, offsets: Tensor) -> Tensor:
     """Offsets of the rows when only the values with ``mask`` stay: ``values[mask]`` with these is ragged again."""
     return lengths_to_offsets(segment_sum(mask.long(), offsets))

@@ -13,6 +13,7 @@ from grpo_lib.data.ragged import Ragged
 from grpo_lib.training.digest import weights_digest
 from grpo_lib.training.logprobs import response_states
 from grpo_lib.training.microbatches import MicroBatch, Sequences
+from grpo_lib.training.moments import load_moments, save_moments
 from grpo_lib.training.scoring import score_tokens
 
 HEAD = "value_head.weight"
@@ -93,21 +94,14 @@ class Critic:
         save_file(
             {name: each.cpu().contiguous() for name, each in self.weights().items()}, folder / "critic.safetensors"
         )
-        moments = {
-            f"{number}/{key}": value.detach().cpu().contiguous()
-            for number, state in self._optimizer.state_dict()["state"].items()
-            for key, value in state.items()
-        }
-        save_file(moments, folder / "critic_optimizer.safetensors")
+        save_moments(self._optimizer, self._numbered(), folder / "critic_optimizer.safetensors")
 
     def restore(self, folder: Path) -> None:
         self._load(load_file(folder / "critic.safetensors"))
-        moments = load_file(folder / "critic_optimizer.safetensors")
-        for number, parameter in enumerate(self._parameters()):
-            prefix = f"{number}/"
-            state = {key.removeprefix(prefix): value for key, value in moments.items() if key.startswith(prefix)}
-            if state:
-                self._optimizer.state[parameter] = {key: value.to(self.device) for key, value in state.items()}
+        load_moments(self._optimizer, self._numbered(), folder / "critic_optimizer.safetensors")
+
+    def _numbered(self) -> dict[str, nn.Parameter]:
+        return {str(number): parameter for number, parameter in enumerate(self._parameters())}
 
     def reset(self, model: Any) -> None:
         """To the policy ``model``, as if made from it."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_lib.algorithms.registry import call
-from grpo_lib.data.ragged import Ragged, repeat_rows, segment_sum
+from grpo_lib.data.ragged import Ragged, expand, repeat_rows, segment_sum
 from grpo_lib.seeds import derive_seed, uniforms
 from grpo_lib.training.base import Batching, Objective, UpdateBatch
 
@@ -63,8 +63,7 @@ def make_mini_batch(batch: UpdateBatch, objective: Objective, seed: int, logprob
             advantages=batch.advantages.values[valid],
             draws=token_draws(batch.row_seeds, mask.offsets, seed)[valid],
         )
-        selected = mask.with_values(torch.zeros(len(valid), dtype=torch.bool))
-        selected.values[valid] = call(objective.select, columns)
+        selected = mask.with_values(expand(call(objective.select, columns), valid))
     weights = mask.with_values(objective.aggregation(mask.values, mask.offsets).float())
     return MiniBatch(batch=batch, weights=weights, selected=selected)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_lib.config import OptimizerConfig
@@ -27,6 +26,7 @@ from grpo_lib.training.logprobs import token_logprobs, token_logprobs_and_kl, to
 from grpo_lib.training.loss_terms import Totals, critic_backward, micro_batch_loss
 from grpo_lib.training.microbatches import MicroBatch, Sequences, bins, micro_batch
 from grpo_lib.training.minibatches import MiniBatch, make_mini_batch, mini_batches, rows_with_gradient
+from grpo_lib.training.moments import load_moments, save_moments
 from grpo_lib.training.schedules import lr_factor
 from grpo_lib.training.scoring import score, score_tokens
 
@@ -191,13 +191,7 @@ class TorchTrainer:
 
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
-        names = {id(p): name for name, p in self._parameters.items()}
-        moments = {
-            f"{names[id(p)]}/{key}": value.detach().cpu().contiguous()
-            for p, state in self._optimizer.state.items()
-            for key, value in state.items()
-        }
-        save_file(moments, folder / "optimizer.safetensors")
+        save_moments(self._optimizer, self._parameters, folder / "optimizer.safetensors")
         if self.critic is not None:
             self.critic.save(folder)
         state = {"optimizer_step": self.optimizer_step, "optimizer": "AdamW", "digest": self.digest()}
@@ -215,12 +209,5 @@ class TorchTrainer:
         self.restore_weights(folder)
         if self.critic is not None:
             self.critic.restore(folder)
-        moments = load_file(folder / "optimizer.safetensors")
-        for name, parameter in self._parameters.items():
-            prefix = f"{name}/"
-            self._optimizer.state[parameter] = {
-                key.removeprefix(prefix): value.to(parameter.device)
-                for key, value in moments.items()
-                if key.startswith(prefix)
-            }
+        load_moments(self._optimizer, self._parameters, folder / "optimizer.safetensors")
         self.optimizer_step = json.loads((folder / "trainer_state.json").read_text())["optimizer_step"]

@@ -2,39 +2,21 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from grpo_lib.config import RunConfig
 from grpo_lib.errors import AlgorithmError
 from grpo_lib.recipe import REGISTRIES
 from grpo_lib.run import Run
 from grpo_lib.storage.manifests import Manifest
 from grpo_lib.types import RewardFunction, Sample
+from tests.flows.runs import Tiny, fresh_process, of, train
 
 pytestmark = pytest.mark.usefixtures("prefect_here")
-Tiny = Callable[..., RunConfig]
-
-
-def train(config: RunConfig) -> list[Manifest]:
-    from flows.train import train as flow
-
-    flow(config)
-    return Run(config).stages.manifests()
-
-
-def of(manifests: list[Manifest], stage: str, iteration: int | None = None) -> list[Manifest]:
-    return [each for each in manifests if each.stage == stage and (iteration is None or each.iteration == iteration)]
-
-
-def fresh_process() -> None:
-    from grpo_lib.placement import local
-
-    local._current.clear()
 
 
 class RareReward:

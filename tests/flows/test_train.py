@@ -3,7 +3,6 @@
 import json
 import shutil
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +17,9 @@ from grpo_lib.errors import ConfigError, CorruptError, ParityError, RewardError
 from grpo_lib.run import Run
 from grpo_lib.storage.stages import Manifest
 from grpo_lib.tracking.metrics import is_described
+from tests.flows.runs import Tiny, fresh_process, of, train
 
 pytestmark = pytest.mark.usefixtures("prefect_here")
-Tiny = Callable[..., RunConfig]
-
-
-def train(config: RunConfig) -> list[Manifest]:
-    """Trains and returns everything that the run committed."""
-    from flows.train import train as flow
-
-    flow(config)
-    return Run(config).stages.manifests()
-
-
-def of(manifests: list[Manifest], stage: str, iteration: int | None = None) -> list[Manifest]:
-    return [each for each in manifests if each.stage == stage and (iteration is None or each.iteration == iteration)]
-
-
-def fresh_process() -> None:
-    """What a new process would not know: the warm engines."""
-    from grpo_lib.placement import local
-    from tasks.dataset import split
-
-    local._current.clear()
-    split.cache_clear()
 
 
 def test_a_changed_reward_reuses_prompts_and_rollouts_of_iteration_0_and_computes_the_rest(tiny: Tiny) -> None:
