@@ -26,6 +26,7 @@ from tasks.logprobs import old_logprobs, ref_logprobs, values
 from tasks.policy import pretrained, warm_start
 from tasks.prompts import prompts
 from tasks.publish import publish
+from tasks.reference import reference, reference_model
 from tasks.reward import greedy_reward, reward
 from tasks.rollout import greedy_rollout, rollout
 from tasks.update import checkpoint, update
@@ -40,6 +41,8 @@ class State:
     policy: ArtifactRef
     advantages: ArtifactRef | None = None
     selection: ArtifactRef | None = None
+    reference: ArtifactRef | None = None
+    """Of the KL; None: the policy that the run starts from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ def train(config: RunConfig) -> RunReport:
     published = [announce(run, None, [data, initial])]
     before = evaluate(run, 0, data, initial)
     published.append(announce(run, 0, [before]))
-    state = State(policy=initial)
+    state = State(policy=initial, reference=first_reference(run))
     for k in range(config.iterations):
         progress().stage_advanced("iteration", None, k, config.iterations, 0)
         state = iterate(run, k, data, initial, state, published)
@@ -105,7 +108,14 @@ def first_policy(run: Run, data: ArtifactRef) -> ArtifactRef:
     """The policy that the run starts from: made on the spot, or pretrained."""
     if run.config.model.path is None:
         return warm_start(run, None, data)
-    return pretrained(run, None, external=model_digests(run.config))
+    return pretrained(run, None, external=model_digests(run.config.model.path))
+
+
+def first_reference(run: Run) -> ArtifactRef | None:
+    """Another model than the policy that the run starts from, if one is configured."""
+    if run.config.reference.path is None:
+        return None
+    return reference_model(run, None, external=model_digests(run.config.reference.path))
 
 
 def iterate(run: Run, k: int, data: ArtifactRef, initial: ArtifactRef, before: State, published: Publications) -> State:
@@ -122,7 +132,7 @@ def iterate(run: Run, k: int, data: ArtifactRef, initial: ArtifactRef, before: S
     if config.algorithm.old_logprobs == "decoupled":
         futures["old"] = old_logprobs.submit(run, k, asked, rollouts, policy, selection, external=squares)
     if kl.coef > 0 and not full_kl(config.algorithm):
-        futures["ref"] = ref_logprobs.submit(run, k, asked, rollouts, initial, selection)
+        futures["ref"] = ref_logprobs.submit(run, k, asked, rollouts, initial, before.reference, selection)
     if "values" in needs:
         futures["values"] = values.submit(run, k, asked, rollouts, policy, selection)
     greedy = []
@@ -138,11 +148,15 @@ def iterate(run: Run, k: int, data: ArtifactRef, initial: ArtifactRef, before: S
     baseline = greedy[1] if greedy else None
     advantages = advantage(run, k, asked, rollouts, scores, old, ref, v, baseline, selection, previous, external=own)
     own = plugin_digests(config.algorithm, "loss", "aggregation", "kl.estimator")
-    updated = update(run, k, policy, asked, rollouts, old, ref, v, advantages, external=own)
+    exact = before.reference if kl.coef > 0 and full_kl(config.algorithm) else None
+    updated = update(run, k, policy, asked, rollouts, old, ref, v, advantages, exact, external=own)
+    followed = before.reference
+    if config.reference.every is not None and (k + 1) % config.reference.every == 0:
+        followed = reference(run, k, updated, initial, before.reference)
 
     stages = [*asked, *rollouts, *scores, *greedy, selection, old, ref, v, advantages, updated]
     published.append(announce(run, k, [each for each in stages if each is not None]))
-    return State(policy=updated, advantages=advantages, selection=selection)
+    return State(policy=updated, advantages=advantages, selection=selection, reference=followed)
 
 
 def rollouts_and_rewards(run: Run, k: int, data: ArtifactRef, policy: ArtifactRef, before: ArtifactRef | None) -> Batch:

@@ -204,17 +204,64 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0, description="Bound on the gradient norm.")
 
 
+class LoraConfig(Section):
+    """Low-rank adapters: only they learn, and the reference policy is the model without them."""
+
+    rank: int = Field(16, ge=1, le=4096, description="Of the adapters' matrices.")
+    alpha: float = Field(32.0, gt=0, description="Adapters count alpha / rank times.")
+    targets: str | list[str] = Field(
+        "all-linear", description="Names of the layers that get one; `all-linear`: all but the head."
+    )
+
+
+class DeepSpeedConfig(Section):
+    """ZeRO, with trainer.backend=deepspeed."""
+
+    stage: Literal[0, 1, 2, 3] = Field(
+        2, description="Sharded over the ranks: 1 optimizer state, 2 gradients too, 3 weights too; 0: nothing."
+    )
+    offload_optimizer: bool = Field(False, description="Optimizer state and step on the CPU; from stage 1.")
+    offload_parameters: bool = Field(False, description="Sharded weights wait on the CPU; stage 3.")
+
+    @model_validator(mode="after")
+    def _offload_fits(self) -> "DeepSpeedConfig":
+        if self.offload_optimizer and self.stage == 0:
+            raise ValueError("offload_optimizer=true needs stage 1, 2 or 3: stage 0 has no optimizer state of its own")
+        if self.offload_parameters and self.stage != 3:
+            raise ValueError(f"offload_parameters=true needs stage=3, where weights are sharded; stage is {self.stage}")
+        return self
+
+
 class TrainerConfig(Section):
     """How an iteration's rollouts become optimizer steps."""
 
-    backend: Literal["torch"] = Field("torch", description="`torch`: one process, CPU or one GPU.")
+    backend: Literal["torch", "fsdp2", "deepspeed"] = Field(
+        "torch",
+        description="`torch`: one process, CPU or one GPU. `fsdp2`, `deepspeed`: placement.ranks processes.",
+    )
     epochs: int = Field(1, ge=1, description="Passes over an iteration's rollouts.")
     mini_batch_prompts: int | None = Field(
         None, ge=1, description="Whole groups an optimizer step; null: one step a pass."
     )
-    max_tokens: int = Field(16_384, ge=8, description="Padded tokens a micro-batch.")
+    max_tokens: int = Field(16_384, ge=8, description="Tokens a micro-batch, padding included.")
+    layout: Literal["auto", "padded", "packed"] = Field(
+        "auto",
+        description="`packed`: rows one after another, without padding. `padded`: rectangles of rows of similar "
+        "length. `auto`: packed on a GPU.",
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Decoder layers run again in the backward pass instead of keeping what they computed."
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     max_skipped: int = Field(3, ge=0, description="Non-finite gradients skipped in one iteration before it fails.")
+    max_kl: float | None = Field(
+        None,
+        gt=0,
+        description="An iteration ends before the first step whose mini-batch is further (update/approx_kl) from the "
+        "old policy; null: never early.",
+    )
+    lora: LoraConfig | None = Field(None, description="Train adapters instead of all weights.")
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
 
 
 class CriticConfig(Section):
@@ -225,6 +272,30 @@ class CriticConfig(Section):
         0.2, gt=0, description="A value may move so far from its old one before its loss goes flat; null: not clipped."
     )
     max_grad_norm: float = Field(1.0, gt=0, description="Bound on the critic's gradient norm.")
+    warmup_iterations: int = Field(0, ge=0, description="First iterations in which only the critic learns.")
+
+
+class ReferenceConfig(Section):
+    """The policy that the KL is taken to: the one that the run starts from, unless something is set here."""
+
+    path: str | None = Field(None, min_length=1, description="Folder or hub name of another model to begin with.")
+    every: int | None = Field(
+        None, ge=1, description="Iterations after which it is brought up to date; null: it stays as it is."
+    )
+    decay: float = Field(
+        0.0, ge=0, lt=1, description="With `every`: how much of it stays, the rest is the policy; 0: it is replaced."
+    )
+
+    @model_validator(mode="after")
+    def _decay_needs_every(self) -> "ReferenceConfig":
+        if self.decay and self.every is None:
+            raise ValueError(f"decay={self.decay} is only used with `every`; set every=1, or remove decay")
+        return self
+
+    @property
+    def initial(self) -> bool:
+        """It is the policy that the run starts from, all the time."""
+        return self.path is None and self.every is None
 
 
 class EvaluationConfig(Section):
@@ -268,6 +339,13 @@ class PlacementConfig(Section):
     kind: Literal["local"] = Field("local", description="`local`: in this process, engines stay warm.")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto, cpu, cuda or cuda:N.")
     threads: int | None = Field(None, ge=1, description="CPU threads of torch; null: torch's own choice.")
+    ranks: int = Field(1, ge=1, le=1024, description="Processes of the trainer (backends fsdp2 and deepspeed).")
+    rank_timeout_seconds: float = Field(
+        1800, gt=0, description="A rank that does not answer for so long counts as lost; above the longest update."
+    )
+    peak_tflops: float | None = Field(
+        None, gt=0, description="Of one device, for model FLOPs utilisation; null: known for common GPUs."
+    )
 
 
 class RunConfig(Section):
@@ -289,6 +367,7 @@ class RunConfig(Section):
     parity: ParityConfig = ParityConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig | None = Field(None, description="Needed by advantage estimators that use values (gae).")
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -346,6 +425,13 @@ class RunConfig(Section):
                 f"algorithm.kl.horizon={kl.horizon:g} is less than the {rows} rows of an iteration; the coefficient "
                 f"would jump, or change its sign: make it several times {rows}"
             )
+        if trainer.backend == "torch" and self.placement.ranks > 1:
+            raise ValueError(
+                f"placement.ranks={self.placement.ranks}, but trainer.backend=torch is one process; "
+                "take trainer.backend=fsdp2 or deepspeed, or placement.ranks=1"
+            )
+        if not self.reference.initial and kl.coef == 0:
+            raise ValueError("reference is set, but algorithm.kl.coef=0 uses none; set a coefficient, or remove it")
         overlong = self.algorithm.overlong.buffer_tokens
         if overlong is not None and overlong > rollout.max_new_tokens:
             raise ValueError(

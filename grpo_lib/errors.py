@@ -15,7 +15,9 @@ GrpoError                     exit code 2 from the command line, one message, no
 └── RunError                  the run itself can't go on (exit code 1)
     ├── ParityError               engine and trainer disagree on log-probs
     ├── ReplayError               a replayed update did not give the recorded policy
-    └── NonFiniteError            a loss, gradient or log-prob is NaN or infinite
+    ├── NonFiniteError            a loss, gradient or log-prob is NaN or infinite
+    ├── RankError                 a rank of a group raised an exception that is none of these
+    └── RankLostError             a rank was killed or did not answer in time, or its group could not start
 
 Messages name the value, the bound and the remedy.
 """
@@ -91,3 +93,11 @@ class ReplayError(RunError):
 
 class NonFiniteError(RunError):
     """A loss, gradient or log-prob is NaN or infinite."""
+
+
+class RankError(RunError):
+    """A rank of a group raised an exception that is no ``GrpoError``; the message holds its traceback."""
+
+
+class RankLostError(RunError):
+    """A rank was killed or did not answer in time, or its group could not start; the message holds its log's end."""

@@ -131,19 +131,19 @@ def data_files(config: RunConfig) -> list[Path]:
 def data_digests(config: RunConfig) -> dict[str, str]:
     """sha256 of every data file and of a local tokenizer: part of the key of what is made from them."""
     digests = {f"data{number}": _sha256(path) for number, path in enumerate(data_files(config))}
-    tokenizer = _model_files(config, ("*.json", "*.txt", "*.jinja"))
+    tokenizer = _model_files(config.model.path, ("*.json", "*.txt", "*.jinja"))
     return digests | {f"model/{path.name}": _sha256(path) for path in tokenizer}
 
 
-def model_digests(config: RunConfig) -> dict[str, str]:
+def model_digests(path: str | None) -> dict[str, str]:
     """sha256 of every file of a local pretrained model."""
-    return {f"model/{path.name}": _sha256(path) for path in _model_files(config, ("*.json", "*.safetensors"))}
+    return {f"model/{each.name}": _sha256(each) for each in _model_files(path, ("*.json", "*.safetensors"))}
 
 
-def _model_files(config: RunConfig, patterns: tuple[str, ...]) -> Iterator[Path]:
-    if config.model.path is None:
+def _model_files(path: str | None, patterns: tuple[str, ...]) -> Iterator[Path]:
+    if path is None:
         return
-    folder = Path(config.model.path).expanduser()
+    folder = Path(path).expanduser()
     for pattern in patterns:
         yield from sorted(folder.glob(pattern))
 

@@ -5,20 +5,21 @@ Rows that the filters left out are not scored; their values are 0 and nothing re
 
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 from grpo_lib.data.columns import flag_column, list_array, ragged_column
 from grpo_lib.data.ragged import Ragged, place_rows
 from grpo_lib.data.schemas import FLOATS, OLD_LOGPROBS, REF_LOGPROBS, SUM_SQUARED_PROBS, VALUES
+from grpo_lib.placement.train import Rows
 from grpo_lib.storage.keys import StageSpec
 from grpo_lib.storage.stages import ArtifactRef
-from grpo_lib.training.microbatches import Sequences
-from grpo_lib.training.updates import sequences
 from tasks.base import Stage, stage_task
 
-READS = ("rollout.temperature", "model.dtype", "trainer.backend", "trainer.max_tokens")
-OLD = StageSpec(name="old_logprobs", version=1, reads=READS)
-REF = StageSpec(name="ref_logprobs", version=1, reads=READS)
-CRITIC = StageSpec(name="values", version=1, reads=("model.dtype", "trainer.backend", "trainer.max_tokens"))
+BATCHING = ("model.dtype", "trainer.backend", "trainer.max_tokens", "trainer.layout")
+READS = ("rollout.temperature", *BATCHING)
+OLD = StageSpec(name="old_logprobs", version=2, reads=(*READS, "trainer.lora"))
+REF = StageSpec(name="ref_logprobs", version=2, reads=READS)
+CRITIC = StageSpec(name="values", version=2, reads=BATCHING)
 
 
 @stage_task(OLD)
@@ -33,24 +34,25 @@ def old_logprobs(
 
     ``stage.external["sum_squared_probs"]`` asks for that column too.
     """
-    rows = _Scored(stage, prompts, rollouts, selection)
-    temperature = stage.config.rollout.temperature
+    columns = _Columns(stage, rollouts, selection)
+    asked = ["logprobs", *(["sum_squared_probs"] if "sum_squared_probs" in stage.external else [])]
+    rows = Rows(prompts=prompts, rollouts=rollouts, selection=selection)
     with stage.workers(policy).trainer_at(policy) as trainer:
-        logprobs, entropy = trainer.logprobs(rows.sequences, temperature)
-        squares = None
-        if "sum_squared_probs" in stage.external:
-            squares = trainer.sum_squared_probs(rows.sequences, temperature)
-    theirs = rows.rollout_logprobs.values.double()
-    difference = (theirs - logprobs.values.double())[theirs.isfinite()]
-    table = rows.table(OLD_LOGPROBS, old_logprobs=logprobs, entropy=entropy)
-    if squares is not None:
-        table = table.append_column(SUM_SQUARED_PROBS, list_array(rows.spread(squares), FLOATS))
+        scores = trainer.score(asked, rows, on_progress=stage.advanced)
+    assert scores.logprobs is not None
+    assert scores.entropy is not None
+    theirs = columns.chosen("rollout_logprobs").values.double()
+    difference = (theirs - scores.logprobs.values.double())[theirs.isfinite()]
+    table = columns.table(OLD_LOGPROBS, old_logprobs=scores.logprobs, entropy=scores.entropy)
+    if scores.sum_squared_probs is not None:
+        squares = list_array(columns.spread(scores.sum_squared_probs), FLOATS)
+        table = table.append_column(SUM_SQUARED_PROBS, squares)
     summary = {
-        "entropy": float(entropy.values.double().mean()),
+        "entropy": float(scores.entropy.values.double().mean()),
         "rollout_kl": float(difference.mean()),
         "rollout_abs_difference_max": float(difference.abs().max()),
     }
-    return stage.commit(table, tokens=len(logprobs.values), summary=summary)
+    return stage.commit(table, tokens=len(scores.logprobs.values), summary=summary)
 
 
 @stage_task(REF)
@@ -59,12 +61,17 @@ def ref_logprobs(
     prompts: list[ArtifactRef],
     rollouts: list[ArtifactRef],
     initial: ArtifactRef,
+    reference: ArtifactRef | None,
     selection: ArtifactRef | None,
 ) -> ArtifactRef:
-    """Log-probs under the frozen policy that the run started from."""
-    rows = _Scored(stage, prompts, rollouts, selection)
-    logprobs = stage.workers(initial).reference_logprobs(rows.sequences, stage.config.rollout.temperature)
-    return stage.commit(rows.table(REF_LOGPROBS, ref_logprobs=logprobs), tokens=len(logprobs.values))
+    """Log-probs under the reference policy; without an artifact of its own that is the one the run started from."""
+    columns = _Columns(stage, rollouts, selection)
+    rows = Rows(prompts=prompts, rollouts=rollouts, selection=selection)
+    with stage.workers(initial).trainer() as trainer:
+        scores = trainer.score(["ref_logprobs"], rows, reference, on_progress=stage.advanced)
+    assert scores.ref_logprobs is not None
+    table = columns.table(REF_LOGPROBS, ref_logprobs=scores.ref_logprobs)
+    return stage.commit(table, tokens=len(scores.ref_logprobs.values))
 
 
 @stage_task(CRITIC)
@@ -76,33 +83,31 @@ def values(
     selection: ArtifactRef | None,
 ) -> ArtifactRef:
     """What the critic expects before each response token."""
-    rows = _Scored(stage, prompts, rollouts, selection)
+    columns = _Columns(stage, rollouts, selection)
+    rows = Rows(prompts=prompts, rollouts=rollouts, selection=selection)
     with stage.workers(policy).trainer_at(policy) as trainer:
-        found = trainer.values(rows.sequences)
-    return stage.commit(rows.table(VALUES, values=found), tokens=len(found.values))
+        scores = trainer.score(["values"], rows, on_progress=stage.advanced)
+    assert scores.values is not None
+    return stage.commit(columns.table(VALUES, values=scores.values), tokens=len(scores.values.values))
 
 
-class _Scored:
-    """The rows of an iteration that are scored."""
+class _Columns:
+    """What is scored, as columns beside all rollouts of the iteration."""
 
-    def __init__(
-        self, stage: Stage, prompts: list[ArtifactRef], rollouts: list[ArtifactRef], selection: ArtifactRef | None
-    ) -> None:
+    def __init__(self, stage: Stage, rollouts: list[ArtifactRef], selection: ArtifactRef | None) -> None:
         self._rollouts = stage.table(rollouts)
-        everything = sequences(stage.table(prompts), self._rollouts)
-        self._all = everything.responses
-        self._chosen = None
-        self.sequences: Sequences = everything
-        self.rollout_logprobs = ragged_column(self._rollouts, "rollout_logprobs")
-        if selection is not None:
-            self._chosen = flag_column(stage.table(selection), "used")
-            rows = torch.nonzero(self._chosen).squeeze(1)
-            self.sequences = everything.gather(rows)
-            self.rollout_logprobs = self.rollout_logprobs.gather(rows)
+        self._used: Tensor | None = None if selection is None else flag_column(stage.table(selection), "used")
+
+    def chosen(self, name: str) -> Ragged:
+        """A column of the rows that are scored."""
+        column = ragged_column(self._rollouts, name)
+        return column if self._used is None else column.gather(torch.nonzero(self._used).squeeze(1))
 
     def spread(self, scored: Ragged) -> Ragged:
         """The scored rows at their places among all, 0 elsewhere."""
-        return scored if self._chosen is None else place_rows(scored.values, self._chosen, self._all)
+        if self._used is None:
+            return scored
+        return place_rows(scored.values, self._used, ragged_column(self._rollouts, "response_ids"))
 
     def table(self, schema: pa.Schema, **columns: Ragged) -> pa.Table:
         arrays = {name: list_array(self.spread(column), FLOATS) for name, column in columns.items()}

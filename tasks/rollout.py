@@ -53,7 +53,8 @@ def rollout(stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef) -> Ar
         )
         with workers.trainer_at(policy) as trainer:
             parity = check_parity(
-                trainer,
+                lambda few: trainer.score_few(few, settings.temperature),
+                lambda: trainer.digests()[0],
                 table,
                 rollouts,
                 engine=engine,

@@ -14,7 +14,7 @@ from grpo_lib.data.schemas import FLOATS, MASK, ROLLOUTS, TOKENS
 from grpo_lib.errors import NonFiniteError, ParityError
 from grpo_lib.generation.base import Engine, Generated, Sampling
 from grpo_lib.seeds import row_seeds
-from grpo_lib.training.base import Trainer
+from grpo_lib.training.microbatches import Sequences
 from grpo_lib.training.updates import sequences
 
 Progress = Callable[[int, int, int], None]
@@ -95,7 +95,8 @@ def rollout_summary(table: pa.Table) -> dict[str, float]:
 
 
 def check_parity(
-    trainer: Trainer,
+    score: Callable[[Sequences], Ragged],
+    digest: Callable[[], str],
     prompts: pa.Table,
     rollouts: pa.Table,
     *,
@@ -106,6 +107,10 @@ def check_parity(
 ) -> dict[str, float]:
     """Scores ``rows`` rollouts with the trainer and compares with what the engine reported.
 
+    Args:
+        score: log-probs of the trainer, at the rollouts' temperature.
+        digest: of the weights that the trainer holds.
+
     Raises:
         ParityError: the mean absolute difference is above ``max_mean``: the engine holds other weights than the
             trainer, or its log-probs are of another distribution.
@@ -113,7 +118,7 @@ def check_parity(
     picked = np.unique(np.linspace(0, rollouts.num_rows - 1, min(rows, rollouts.num_rows)).astype(np.int64))
     chosen = rollouts.take(pa.array(picked))
     theirs = ragged_column(chosen, "rollout_logprobs").values
-    ours, _ = trainer.logprobs(sequences(prompts, chosen), temperature)
+    ours = score(sequences(prompts, chosen))
     finite = theirs.isfinite()
     if not bool(finite.any()):
         raise ParityError(
@@ -125,7 +130,7 @@ def check_parity(
         raise ParityError(
             f"the log-probs of engine {engine.name!r} and of the trainer differ by {mean:.3g} on average and "
             f"{largest:.3g} at most (parity.max_mean={max_mean:g}, {len(picked)} rows, temperature {temperature:g}); "
-            f"the engine holds weights {engine.digest()[:16]}, the trainer {trainer.digest()[:16]}. "
+            f"the engine holds weights {engine.digest()[:16]}, the trainer {digest()[:16]}. "
             "Nothing was committed. Different digests: the engine was not loaded; equal ones: its arithmetic or its "
             "sampling distribution differs (raise parity.max_mean only for reduced precision)"
         )

@@ -17,27 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lib.data.ragged import Ragged
 from grpo_lib.errors import ParityError, ReplayError
 from grpo_lib.generation.base import Engine
 from grpo_lib.generation.local import LocalEngine
 from grpo_lib.models import load_model, load_tokenizer
 from grpo_lib.placement.devices import torch_device
-from grpo_lib.plugins import load_plugins
+from grpo_lib.placement.train import DTYPES, Training, TrainWorker, model_folder
+from grpo_lib.placement.train_ranks import TrainRanks
 from grpo_lib.progress import progress
-from grpo_lib.recipe import full_kl
 from grpo_lib.run import Run
-from grpo_lib.storage.keys import ConfigView
 from grpo_lib.storage.stages import ArtifactRef, InputRef, Manifest, stage_key
 from grpo_lib.training.checkpoints import CHECKPOINT
-from grpo_lib.training.critic import Critic
 from grpo_lib.training.digest import weights_digest
-from grpo_lib.training.microbatches import Sequences
-from grpo_lib.training.scoring import score
-from grpo_lib.training.torch_backend import TorchTrainer
-from grpo_lib.training.updates import UPDATE, run_update
+from grpo_lib.training.world import World
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+REFERENCES = ("reference", "reference_model")
+"""Stages whose artifact is a reference policy."""
 
 
 class Workers:
@@ -49,12 +44,11 @@ class Workers:
     """
 
     def __init__(self, run: Run, initial: ArtifactRef) -> None:
-        load_plugins(run.config.algorithm.plugins)
         self._run = run
         self._initial = initial
         self._trainer_lock = threading.RLock()
         self._engine_lock = threading.RLock()
-        self._reference_lock = threading.RLock()
+        self._made: Training | None = None
         # Keys of the policy artifacts that trainer and engine hold; None: unknown.
         self._held: str | None = None
         self._engine_held: str | None = None
@@ -74,28 +68,31 @@ class Workers:
     def tokenizer(self) -> Any:
         return load_tokenizer(str(self._folder))
 
-    @cached_property
-    def _trainer(self) -> TorchTrainer:
-        config = self._run.config
-        trainer = TorchTrainer(
-            load_model(str(self._folder), torch.float32, str(self.device)),
-            config.trainer.optimizer,
-            decay_steps=config.decay_steps,
-            dtype=DTYPES[config.model.dtype],
-            max_tokens=config.trainer.max_tokens,
-            reference=self._reference if full_kl(config.algorithm) and config.algorithm.kl.coef else None,
-            critic=self._critic(),
-        )
-        self._held = self._initial.key
-        self._check_digest(trainer, self._run.stages.manifest(self._initial))
-        return trainer
+    def _training(self) -> Training:
+        """What trains; a fresh one, with the initial policy, when there is none or its ranks are gone."""
+        if self._made is None or not self._made.alive:
+            self.close()
+            self._held = None
+            config = self._run.config
+            if config.trainer.backend == "torch":
+                self._made = TrainWorker(self._run, self._folder, World.alone(self.device))
+            else:
+                progress().note(f"starting {config.placement.ranks} ranks of {config.trainer.backend}")
+                self._made = TrainRanks(self._run, self._folder, self.device)
+            self._check_digests(self._made, self._run.stages.manifest(self._initial))
+            self._held = self._initial.key
+        return self._made
 
-    def _critic(self) -> Critic | None:
-        config = self._run.config
-        if config.critic is None:
-            return None
-        model = load_model(str(self._folder), torch.float32, str(self.device))
-        return Critic(model, config.critic, autocast=self._autocast, max_tokens=config.trainer.max_tokens)
+    def close(self) -> None:
+        """Ends the trainer's ranks, if it has any."""
+        if self._made is not None:
+            self._made.close()
+            self._made = None
+
+    def reference_model(self, reference: ArtifactRef | None) -> Any:
+        """The model of a reference policy, float32, on the CPU; None: the initial policy."""
+        with model_folder(self._run, reference, self._folder) as folder:
+            return load_model(str(folder), torch.float32, "cpu")
 
     @cached_property
     def _engine(self) -> LocalEngine:
@@ -106,40 +103,26 @@ class Workers:
             max_batch_rows=self._run.config.rollout.max_batch_rows,
         )
 
-    @cached_property
-    def _reference(self) -> Any:
-        # float32 weights under autocast, like the trainer's: policy and reference are equal to the bit at the start.
-        return load_model(str(self._folder), torch.float32, str(self.device)).eval()
-
-    @property
-    def _autocast(self) -> torch.dtype | None:
-        dtype = DTYPES[self._run.config.model.dtype]
-        return None if dtype == torch.float32 else dtype
-
-    def reference_logprobs(self, sequences: Sequences, temperature: float) -> Ragged:
-        """Log-probs of the responses under the frozen initial policy."""
-        with self._reference_lock:
-            max_tokens = self._run.config.trainer.max_tokens
-            logprobs, _ = score(
-                self._reference, sequences, temperature=temperature, max_tokens=max_tokens, autocast=self._autocast
-            )
-            return logprobs
-
     @contextmanager
-    def trainer_at(self, policy: ArtifactRef) -> Iterator[TorchTrainer]:
-        """The trainer in the state of ``policy``, for one caller at a time."""
+    def trainer(self) -> Iterator[Training]:
+        """The trainer with whatever policy it holds, for one caller at a time: to ask for the reference."""
         with self._trainer_lock:
-            trainer = self._trainer
-            if self._held != policy.key:
-                self._bring_to(trainer, policy)
-            yield trainer
+            yield self._training()
 
     @contextmanager
-    def training(self, policy: ArtifactRef, result_key: str) -> Iterator[TorchTrainer]:
+    def trainer_at(self, policy: ArtifactRef) -> Iterator[Training]:
+        """The trainer in the state of ``policy``, for one caller at a time."""
+        with self.trainer() as training:
+            if self._held != policy.key:
+                self._bring_to(training, policy)
+            yield training
+
+    @contextmanager
+    def training(self, policy: ArtifactRef, result_key: str) -> Iterator[Training]:
         """The trainer in the state of ``policy``, to be moved on to the policy of the update ``result_key``."""
-        with self.trainer_at(policy) as trainer:
+        with self.trainer_at(policy) as training:
             self._held = None  # unknown until the body is through
-            yield trainer
+            yield training
             self._held = result_key
 
     @contextmanager
@@ -148,8 +131,8 @@ class Workers:
         with self._engine_lock:
             if self._engine_held != policy.key:
                 self._engine_held = None
-                with self.trainer_at(policy) as trainer:
-                    weights = trainer.weights()
+                with self.trainer_at(policy) as training:
+                    weights = training.weights()
                     self._engine.load(weights)
                 self._check_loaded(weights, policy)
                 self._engine_held = policy.key
@@ -169,7 +152,7 @@ class Workers:
                 f"{expected[:16]} and holds {found[:16]}; nothing was generated with them"
             )
 
-    def _bring_to(self, trainer: TorchTrainer, policy: ArtifactRef) -> None:
+    def _bring_to(self, training: Training, policy: ArtifactRef) -> None:
         """Restores the nearest state before ``policy`` and replays the committed updates up to it."""
         stages = self._run.stages
         node = stages.manifest(policy)
@@ -184,24 +167,25 @@ class Workers:
         if node.key != self._held:
             self._held = None
             if checkpoint is None:
-                trainer.restore_weights(self._folder)
+                training.start(self._folder)
             else:
                 with tempfile.TemporaryDirectory(prefix="grpo-checkpoint-") as folder:
                     stages.download(checkpoint, Path(folder))
-                    trainer.restore(Path(folder))
-            self._check_digest(trainer, node)
+                    training.restore(Path(folder))
+            self._check_digests(training, node)
             self._held = node.key
         for update in reversed(updates):
-            self._replay(trainer, update)
+            self._replay(training, update)
 
-    def _replay(self, trainer: TorchTrainer, update: Manifest) -> None:
+    def _replay(self, training: Training, update: Manifest) -> None:
         stages, iteration = self._run.stages, update.iteration
         assert iteration is not None
         progress().note(f"replaying the update of iteration {iteration} from committed data")
         self._held = None
         inputs = [stages.manifest(each).to_ref(reused=True) for each in update.inputs]
-        run_update(trainer, stages, inputs, ConfigView(self._run.config, UPDATE), iteration)
-        self._check_digest(trainer, update)
+        references = [each for each in inputs if each.stage in REFERENCES]
+        training.update(inputs, iteration, references[0] if references else None)
+        self._check_digests(training, update)
         self._held = update.key
 
     def _checkpoint_of(self, update: Manifest) -> ArtifactRef | None:
@@ -212,18 +196,17 @@ class Workers:
         (policy,) = (each for each in update.inputs if each.stage in ("update", "warm_start", "pretrained"))
         return self._run.stages.manifest(policy)
 
-    def _check_digest(self, trainer: TorchTrainer, policy: Manifest) -> None:
-        found, recorded = trainer.digest(), str(policy.summary["policy_digest"])
-        what = "policy"
-        if found == recorded and "critic_digest" in policy.summary:
-            found, recorded = str(trainer.critic_digest()), str(policy.summary["critic_digest"])
-            what = "critic"
-        if found != recorded:
-            raise ReplayError(
-                f"the {what} of {policy.path} was recorded with digest {recorded[:16]}, restored it has {found[:16]}. "
-                f"Exact replay needs the package versions of then ({policy.packages}), the same kind of processor and "
-                "placement.threads; elsewhere go on in a new run with model.path=<checkpoint folder>"
-            )
+    def _check_digests(self, training: Training, policy: Manifest) -> None:
+        digests = dict(zip(("policy", "critic"), training.digests(), strict=True))
+        for what, found in digests.items():
+            recorded = policy.summary.get(f"{what}_digest")
+            if recorded is not None and found != recorded:
+                raise ReplayError(
+                    f"the {what} of {policy.path} was recorded with digest {str(recorded)[:16]}, restored it has "
+                    f"{str(found)[:16]}. Exact replay needs the package versions of then ({policy.packages}), the same "
+                    "kind of processor, placement.threads and placement.ranks; elsewhere go on from a checkpoint, in a "
+                    "new run with model.path=<its folder>"
+                )
 
 
 _LOCK = threading.Lock()
@@ -239,6 +222,8 @@ def workers(run: Run, policy: ArtifactRef) -> Workers:
     with _LOCK:
         key = (run.place, initial.key)
         if key not in _current:
+            for other in _current.values():
+                other.close()
             _current.clear()
             _current[key] = Workers(run, initial)
         return _current[key]

@@ -1,9 +1,7 @@
-"""What every training backend does, and the records that it takes and gives."""
+"""The records that the trainer takes and gives."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
@@ -96,11 +94,15 @@ class Batching:
     mini_batch_groups: int | None
     """Whole groups an optimizer step; ``None``: all."""
     max_tokens: int
-    """Padded tokens a micro-batch."""
+    """Of a micro-batch, with padding."""
     seed: int
     """Of the shuffle of each epoch."""
     max_skipped: int
     """Steps with a non-finite gradient that are skipped before the update fails."""
+    max_kl: float | None = None
+    """The iteration ends before the first step whose mini-batch has a larger approximate KL to the old policy."""
+    train_policy: bool = True
+    """False: only the critic learns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,49 +116,3 @@ class StepMetrics:
     tokens: int
     """Response tokens of the mini-batch."""
     values: Mapping[str, float]
-
-
-class Trainer(Protocol):
-    """A policy with its optimizer. Its state is always that of one policy version."""
-
-    optimizer_step: int
-
-    def values(self, sequences: Sequences) -> Ragged:
-        """The critic's value before each response token, without gradient."""
-        ...
-
-    def digest(self) -> str:
-        """Digest of the policy's weights."""
-        ...
-
-    def critic_digest(self) -> str | None:
-        """Digest of the critic's weights; None without a critic."""
-        ...
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """The weights, by name; views, not copies."""
-        ...
-
-    def logprobs(self, sequences: Sequences, temperature: float) -> tuple[Ragged, Ragged]:
-        """Log-probs and entropies of the response tokens under the current policy, without gradient."""
-        ...
-
-    def sum_squared_probs(self, sequences: Sequences, temperature: float) -> Ragged:
-        """``sum_v pi(v)^2`` at each response token, without gradient."""
-        ...
-
-    def update(self, batch: UpdateBatch, objective: Objective, batching: Batching) -> list[StepMetrics]:
-        """Runs the optimizer steps of one iteration. After an error the state is undefined: restore it."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Writes weights (Hugging Face safetensors), optimizer and step into ``folder``."""
-        ...
-
-    def restore_weights(self, folder: Path) -> None:
-        """Starts anew from a model folder, whatever else lies in it: fresh optimizer, step 0."""
-        ...
-
-    def restore(self, folder: Path) -> None:
-        """Reads what ``save`` wrote; exact."""
-        ...

@@ -1,114 +1,325 @@
-"""What the update and the scoring stages read off the model at each response token, in float32.
+"""What the update and the scoring stages read off the head at each response token, in tiles of tokens x vocabulary.
 
-Hidden states go through the head in chunks of the vocabulary projection, forward and backward; the logits of a whole
-micro-batch are never held.
+The logits ``[n, V]`` are never held: the forward pass keeps sums per token, relative to the largest logit so far, and
+the backward pass makes each tile of logits anew.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from itertools import product
+from math import isqrt
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-from grpo_lib.algorithms.distributions import entropy_of, full_kl, sum_squared_probs
-from grpo_lib.training.microbatches import MicroBatch
+from grpo_lib.errors import ModelError
 
-CHUNK_VALUES = 2**24  # logits held at a time: 64 MiB in float32
+TILE_VALUES = 2**20
+"""Logits of a tile on a CPU: 4 MiB in float32 stay in its cache. On a GPU 32 times as many, for fewer launches."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenLogprobs:
-    """Of ``n`` response tokens under the sampling distribution ``softmax(logits / temperature)``."""
+class Head:
+    """How hidden states become logits: ``softcap tanh(z / softcap)``, ``z = (hidden @ weight.T + bias) multiplier``."""
+
+    weight: Tensor
+    """``[V, h]``."""
+    bias: Tensor | None = None
+    """``[V]``."""
+    multiplier: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """Of ``n`` tokens under ``softmax(logits / temperature)``: each ``float32[n]``, float64 with such hidden states."""
 
     logprobs: Tensor
-    """``float32[n]``."""
     entropy: Tensor
-    """``float32[n]``: ``logsumexp(z) - sum softmax(z) z`` in nats."""
+    """In nats."""
+    kl: Tensor | None = None
+    """In nats, to the reference, over the whole vocabulary; with gradient to the policy."""
+    ref_logprobs: Tensor | None = None
+    """Of the same tokens under the reference, without gradient."""
+    sum_squared_probs: Tensor | None = None
+    """``sum_v p_v^2``, without gradient."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenKl:
-    """Of ``n`` response tokens, from the logits of both policies."""
+def token_scores(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperature: float,
+    *,
+    reference: tuple[Tensor, Head] | None = None,
+    squares: bool = False,
+) -> TokenScores:
+    """Scores tokens; differentiable in ``hidden``, ``head.weight`` and ``head.bias``.
 
-    full: Tensor
-    """``float32[n]``, with gradient: the KL over the vocabulary."""
-    ref_logprobs: Tensor
-    """``float32[n]``: of the response token under the reference."""
-
-
-def token_logprobs(model: Any, batch: MicroBatch, temperature: float) -> TokenLogprobs:
-    """Runs a Transformers causal LM over a micro-batch. Differentiable."""
-    hidden, weight = response_states(model, batch), head_weight(model)
-    parts = _in_chunks(_logprobs, batch.targets, temperature, (hidden, weight))
-    return TokenLogprobs(logprobs=parts[0], entropy=parts[1])
-
-
-def token_logprobs_and_kl(
-    model: Any, reference: Any, batch: MicroBatch, temperature: float
-) -> tuple[TokenLogprobs, TokenKl]:
-    """The same with the exact KL to a reference policy, which runs without gradient; in one pass of the head."""
-    with torch.no_grad():
-        ref_hidden = response_states(reference, batch)
-    states = (response_states(model, batch), head_weight(model), ref_hidden, head_weight(reference).detach())
-    parts = _in_chunks(_logprobs_and_kl, batch.targets, temperature, states)
-    return TokenLogprobs(logprobs=parts[0], entropy=parts[1]), TokenKl(full=parts[2], ref_logprobs=parts[3])
+    Args:
+        hidden: ``[n, h]``: final hidden states, each of which predicts a token; ``n`` may be 0.
+        targets: ``int64[n]``: the tokens.
+        reference: hidden states ``[n, h']`` and head (of the same vocabulary) of another policy, for the KL.
+        squares: whether to sum the squared probabilities.
+    """
+    setting = _Setting(head, targets, temperature, reference, squares)
+    logprobs, entropy, kl, ref_logprobs, sums = _TokenScores.apply(hidden, head.weight, head.bias, setting)
+    return TokenScores(logprobs=logprobs, entropy=entropy, kl=kl, ref_logprobs=ref_logprobs, sum_squared_probs=sums)
 
 
-def token_sum_squared_probs(model: Any, batch: MicroBatch, temperature: float) -> Tensor:
-    """``sum_v pi(v)^2`` at each response token, ``float32[n]``."""
-    states = (response_states(model, batch), head_weight(model))
-    (result,) = _in_chunks(_sum_squares, batch.targets, temperature, states)
-    return result
+# --- forward and backward pass ----------------------------------------------------------------------------------------
 
 
-def response_states(model: Any, batch: MicroBatch) -> Tensor:
-    """Hidden states ``[n, hidden]`` at the positions that predict the response tokens."""
-    return model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state.flatten(0, 1)[batch.predicts]
+class _Setting(NamedTuple):
+    """The arguments of ``token_scores`` that are not differentiated."""
+
+    head: Head
+    targets: Tensor
+    temperature: float
+    reference: tuple[Tensor, Head] | None
+    squares: bool
 
 
-def head_weight(model: Any) -> Tensor:
-    """``[V, hidden]``."""
-    return model.get_output_embeddings().weight
+class _TokenScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, setting: _Setting) -> tuple[Any, ...]:
+        head, targets, temperature, reference, squares = setting
+        policy, other = _Sums(hidden), _Sums(hidden)
+        every_row, every_column = _tiles(hidden, weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for columns, rows in product(every_column, every_row):
+                logits, gap = _tile(hidden, head, temperature, rows, columns), None
+                if reference is not None:
+                    ref_logits = _tile(*reference, temperature, rows, columns)
+                    gap = logits - ref_logits
+                    other.add(ref_logits, targets, rows, columns)
+                policy.add(logits, targets, rows, columns, gap, squares)
+        ctx.set_materialize_grads(False)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(hidden, weight, bias)
+            ctx.rest = setting, policy, other
+        constants = [each.to(policy.top.dtype) for each in (other.logprobs, policy.squared / policy.total**2)]
+        ctx.mark_non_differentiable(*constants)
+        wanted = (True, True, reference is not None, reference is not None, squares)
+        results = (
+            *(each.to(policy.top.dtype) for each in (policy.logprobs, policy.entropy, policy.kl(other))),
+            *constants,
+        )
+        return tuple(each if want else None for each, want in zip(results, wanted, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(each is None for each in gradients):
+            return None, None, None, None
+        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad
+        hidden, weight, bias = inputs
+        setting, policy, other = ctx.rest
+        exact = {"dtype": policy.top.dtype, "device": hidden.device}
+        of_hidden = torch.zeros(hidden.shape, **exact) if needed[0] else None
+        of_weight = torch.empty_like(weight) if needed[1] else None
+        of_bias = torch.zeros(bias.shape, **exact) if needed[2] else None
+        factors = _factors(policy, other, gradients, setting)
+        every_row, every_column = _tiles(hidden, weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for columns in every_column:
+                block = torch.zeros(weight[columns].shape, **exact)
+                for rows in every_row:
+                    tile = _tile_gradient(hidden, setting, (policy.top, other.top), factors, rows, columns)
+                    if of_hidden is not None:
+                        of_hidden[rows] += _product(tile, weight[columns], hidden)
+                    if of_weight is not None:
+                        block += _product(tile.T, hidden[rows], hidden)
+                    if of_bias is not None:
+                        of_bias[columns] += tile.sum(0)
+                if of_weight is not None:
+                    of_weight[columns] = block
+        pairs = zip((of_hidden, of_weight, of_bias), inputs, strict=True)
+        return *(None if each is None else each.to(given.dtype) for each, given in pairs), None
 
 
-def _in_chunks(function: Any, targets: Tensor, temperature: float, states: tuple[Tensor, ...]) -> list[Tensor]:
-    """``function`` over chunks of tokens; ``states`` are pairs of hidden states ``[n, hidden]`` and head weights."""
-    hidden, weights = states[::2], states[1::2]
-    size = max(1, CHUNK_VALUES // (len(weights[0]) * len(weights)))
-    results = []
-    for start in range(0, max(1, len(targets)), size):
-        chunk = slice(start, start + size)
-        arguments = [each for pair in zip((h[chunk] for h in hidden), weights, strict=True) for each in pair]
-        if len(targets) <= size or not torch.is_grad_enabled():
-            results.append(function(targets[chunk], temperature, *arguments))
-        else:
-            results.append(checkpoint(function, targets[chunk], temperature, *arguments, use_reentrant=False))
-    return [torch.cat(parts) for parts in zip(*results, strict=True)]
+class _Sums:
+    """Of ``n`` tokens, ``[n]`` each, over the vocabulary so far; ``x = logits - top``, the largest logit so far."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        n, dtype, device = len(hidden), _dtype(hidden), hidden.device
+        self.top = torch.full((n,), torch.finfo(dtype).min, dtype=dtype, device=device)
+        # The target's logit; sums of e^x, e^x x, e^x (logits - reference's logits), e^2x.
+        zeros = torch.zeros(5, n, dtype=torch.float64, device=device)
+        self.logit, self.total, self.moment, self.cross, self.squared = zeros
+
+    def add(
+        self, x: Tensor, targets: Tensor, rows: slice, columns: slice, gap: Tensor | None = None, squares: bool = False
+    ) -> None:
+        """Adds the tile of logits ``x [t, v]``; it is overwritten, and so is ``gap``."""
+        index, inside = _place(targets[rows], columns)
+        self.logit[rows] += torch.where(inside, x.gather(1, index), 0.0)[:, 0]
+        top = torch.maximum(self.top[rows], x.amax(1))
+        rise = top.double() - self.top[rows]
+        self.top[rows], shrink = top, (-rise).exp()
+        e = x.sub_(top[:, None]).exp()
+        self.moment[rows] = shrink * (self.moment[rows] - rise * self.total[rows]) + x.mul_(e).sum(1)
+        self.total[rows] = shrink * self.total[rows] + e.sum(1)
+        if gap is not None:
+            self.cross[rows] = shrink * self.cross[rows] + gap.mul_(e).sum(1)
+        if squares:
+            self.squared[rows] = shrink**2 * self.squared[rows] + e.square_().sum(1)
+
+    @property
+    def logprobs(self) -> Tensor:
+        return self.logit - self.top - self.total.log()
+
+    @property
+    def entropy(self) -> Tensor:
+        return self.total.log() - self.moment / self.total
+
+    def kl(self, other: "_Sums") -> Tensor:
+        return self.cross / self.total - (self.top.double() - other.top) - (self.total / other.total).log()
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    with torch.autocast(hidden.device.type, enabled=False):
-        return torch.nn.functional.linear(hidden.float(), weight.float()) / temperature
+class _Factors(NamedTuple):
+    """``[n, 1]`` each, None for 0: see ``_tile_gradient``."""
+
+    token: Tensor | None
+    logprob: Tensor | None
+    entropy: Tensor | None
+    kl: Tensor | None
+    entropy_shift: Tensor
+    kl_shift: Tensor
 
 
-def _logprobs(targets: Tensor, temperature: float, hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    return _of_logits(_logits(hidden, weight, temperature), targets)
+def _factors(policy: _Sums, other: _Sums, gradients: Sequence[Tensor | None], setting: _Setting) -> _Factors:
+    """From the gradients of the results; d H / d logit_v = -p_v (log p_v + H), d KL = p_v (log p_v - log q_v - KL)."""
+    logprobs, entropy, kl = gradients[:3]
+    scale = torch.full_like(policy.total, setting.head.multiplier / setting.temperature)
+    share, log_total = scale / policy.total, policy.total.log()  # p_v = e^x_v / total
+    shifts = policy.entropy - log_total, other.total.log() - log_total - policy.kl(other)
+    pairs = (logprobs, scale), (logprobs, -share), (entropy, -share), (kl, share)
+    scaled = [None if each is None else (each * by).to(policy.top.dtype)[:, None] for each, by in pairs]
+    entropy_shift, kl_shift = (each.to(policy.top.dtype)[:, None] for each in shifts)
+    return _Factors(*scaled[:4], entropy_shift=entropy_shift, kl_shift=kl_shift)
 
 
-def _logprobs_and_kl(
-    targets: Tensor, temperature: float, hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor
-) -> tuple[Tensor, ...]:
-    logits = _logits(hidden, weight, temperature)
-    ref_logits = _logits(ref_hidden, ref_weight, temperature)
-    ref_logprobs, _ = _of_logits(ref_logits, targets)
-    return *_of_logits(logits, targets), full_kl(logits, ref_logits), ref_logprobs
+def _tile_gradient(
+    hidden: Tensor, setting: _Setting, tops: tuple[Tensor, Tensor], factors: _Factors, rows: slice, columns: slice
+) -> Tensor:
+    """``[t, v]``: gradient of ``(hidden @ weight.T)_v``; ``x`` and ``y`` are the policies' logits less their largest.
+
+    ``token [v = target] + e^x_v (logprob + entropy (x_v + entropy_shift) + kl (x_v - y_v + kl_shift))``, times the slope
+    of a softcap.
+    """
+    head, targets, temperature, reference, _ = setting
+    token, logprob, entropy, kl = (None if each is None else each[rows] for each in factors[:4])
+    x = _tile(hidden, head, temperature, rows, columns)
+    slope = None if head.softcap is None else 1 - (x * (temperature / head.softcap)).square_()
+    x.sub_(tops[0][rows, None])
+    result = x.clamp(min=-70).exp_()  # 1e-31 is nothing here, and denormal numbers slow a CPU's products tenfold
+    terms = []
+    if kl is not None and reference is not None:
+        y = _tile(*reference, temperature, rows, columns).sub_(tops[1][rows, None])
+        terms.append(torch.sub(x, y, out=y).add_(factors.kl_shift[rows]).mul_(kl))
+    if entropy is not None:
+        terms.append(x.add_(factors.entropy_shift[rows]).mul_(entropy))
+    if logprob is not None:
+        terms.append(logprob)
+    result.mul_(reduce(Tensor.add_, terms))
+    if token is not None:
+        index, inside = _place(targets[rows], columns)
+        result.scatter_add_(1, index, token * inside)
+    return result if slope is None else result.mul_(slope)
 
 
-def _sum_squares(targets: Tensor, temperature: float, hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    return (sum_squared_probs(_logits(hidden, weight, temperature)),)
+# --- tiles ------------------------------------------------------------------------------------------------------------
 
 
-def _of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    log_p = torch.log_softmax(logits, dim=-1)
-    return log_p.gather(-1, targets[:, None]).squeeze(-1), entropy_of(log_p)
+def _tiles(hidden: Tensor, weight: Tensor) -> tuple[list[slice], list[slice]]:
+    """Cuts the ``n`` tokens and the vocabulary."""
+    values = TILE_VALUES if hidden.device.type == "cpu" else 32 * TILE_VALUES
+    t = max(1, min(len(hidden), isqrt(values)))
+    v = min(values // t, 4 * isqrt(values))  # products round less when they add up blocks
+    rows = [slice(i, min(i + t, len(hidden))) for i in range(0, len(hidden), t)]
+    return rows, [slice(i, min(i + v, len(weight))) for i in range(0, len(weight), v)]
+
+
+def _tile(hidden: Tensor, head: Head, temperature: float, rows: slice, columns: slice) -> Tensor:
+    """``[t, v]``: logits over the temperature."""
+    scale = head.multiplier / (head.softcap or temperature)
+    tile = _product(hidden[rows], head.weight[columns].T, hidden, scale)
+    if head.bias is not None:
+        tile.add_(head.bias[columns], alpha=scale)
+    return tile if head.softcap is None else tile.tanh_().mul_(head.softcap / temperature)
+
+
+def _product(a: Tensor, b: Tensor, hidden: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale a @ b`` in the dtype of the results; on a GPU bfloat16 hidden states are multiplied as they are."""
+    dtype = _dtype(hidden)
+    if hidden.device.type == "cuda" and hidden.dtype == torch.bfloat16:
+        return torch.mm(a.to(hidden.dtype), b.to(hidden.dtype), out_dtype=dtype).mul_(scale)
+    return torch.addmm(a.new_zeros((), dtype=dtype), a.to(dtype), b.to(dtype), beta=0, alpha=scale)
+
+
+def _place(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """``int64[t, 1]``, ``bool[t, 1]``: where among the columns the targets are, and whether they are."""
+    index, last = targets[:, None] - columns.start, columns.stop - columns.start - 1
+    return index.clamp(0, last), (index >= 0) & (index <= last)
+
+
+def _dtype(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+# --- heads of Transformers models -------------------------------------------------------------------------------------
+
+MULTIPLIERS = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1, "logits_scaling": -1}
+"""Settings by which Cohere, Falcon-H1, MuseGlimmer multiply and Granite divides (HyperCLOVAX multiplies)."""
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Gemma and others, RecurrentGemma, xLSTM."""
+
+
+def head_of(model: Any) -> Head:
+    """Of a Transformers causal LM, from its output embeddings and its config; ``check_head`` tells whether it is so."""
+    config, output = model.config.get_text_config(), model.get_output_embeddings()
+    multiplier = 1.0
+    for name, power in MULTIPLIERS.items():
+        value = getattr(config, name, None)
+        if isinstance(value, int | float):
+            multiplier *= value ** (1 if config.model_type.startswith("hyperclovax") else power)
+    softcap = next((value for name in SOFTCAPS if (value := getattr(config, name, None)) is not None), None)
+    return Head(weight=output.weight, bias=getattr(output, "bias", None), multiplier=multiplier, softcap=softcap)
+
+
+@torch.no_grad()
+def check_head(model: Any) -> None:
+    """Compares logits made by ``head_of`` with the model's own, also where they are large and a softcap shows.
+
+    Raises:
+        ModelError: the model makes them in another way.
+    """
+    head, seen = head_of(model), []
+
+    def stretch(_module: Any, _inputs: Any, output: Any) -> Any:
+        hidden = output.last_hidden_state.clone()
+        hidden[1] *= 100 / (hidden[1] @ head.weight.T * head.multiplier).abs().max()
+        seen.append(hidden)
+        output.last_hidden_state = hidden
+        return output
+
+    ids = torch.randint(len(head.weight), (2, 8), generator=torch.Generator().manual_seed(0))
+    hook = model.base_model.register_forward_hook(stretch)
+    try:
+        logits = model(input_ids=ids.to(head.weight.device), use_cache=False).logits.flatten(0, 1)
+    finally:
+        hook.remove()
+    ours = _tile(seen[0].flatten(0, 1), head, 1.0, slice(None), slice(None))
+    tolerance = max(1e-3, 4 * torch.finfo(logits.dtype).eps)
+    alike = logits.shape == ours.shape and all(
+        bool((a - b).abs().max() <= tolerance * b.abs().max()) for a, b in zip(ours, logits.to(ours.dtype), strict=True)
+    )
+    if not alike:
+        raise ModelError(
+            f"{type(model).__name__} makes its logits from the final hidden states in a way that is not known here "
+            "(grpo_lib/training/logprobs.py: head_of), so its log-probs would be wrong; use a model of another class"
+        )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from grpo_lib.algorithms.kl import importance_corrected, straight_through
@@ -10,24 +11,31 @@ from grpo_lib.algorithms.registry import call
 from grpo_lib.data.ragged import Ragged, kept_offsets
 from grpo_lib.training.base import KlTerm, Objective
 from grpo_lib.training.critic import Critic
-from grpo_lib.training.logprobs import TokenKl, TokenLogprobs
+from grpo_lib.training.logprobs import TokenScores
 from grpo_lib.training.microbatches import MicroBatch
 from grpo_lib.training.minibatches import MiniBatch
+from grpo_lib.training.world import World
 
 
 class Totals:
-    """Sums over the micro-batches of a step; means over the tokens that were added."""
+    """Sums over the micro-batches of a step, and then over the ranks; means over the tokens that were added."""
 
     def __init__(self) -> None:
-        self.loss = 0.0
-        self.value_loss: float | None = None
         self._sums: dict[str, float] = {}
-        self._tokens: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
         self._lowest, self._highest = float("inf"), float("-inf")
 
     def add(self, name: str, values: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().double().sum())
-        self._tokens[name] = self._tokens.get(name, 0.0) + len(values)
+        """Values of tokens, to be reported as their mean."""
+        self._add(name, float(values.detach().double().sum()), len(values))
+
+    def add_share(self, name: str, value: float) -> None:
+        """A micro-batch's share of a number."""
+        self._add(name, value, 0)
+
+    def _add(self, name: str, value: float, count: float) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + value
+        self._counts[name] = self._counts.get(name, 0.0) + count
 
     def add_loss(self, loss: PolicyLoss) -> None:
         self.add("ratio", loss.ratio)
@@ -37,18 +45,34 @@ class Totals:
             self._lowest = min(self._lowest, float(loss.ratio.min()))
             self._highest = max(self._highest, float(loss.ratio.max()))
 
+    def add_micro_batch(self, micro: MicroBatch) -> None:
+        self.add_share("trained_rows", len(micro.rows))
+        self.add_share("model_tokens", micro.tokens)
+        self._add("padded_fraction", micro.computed - micro.tokens, micro.computed)
+
+    def reduce(self, world: World) -> None:
+        """Over the ranks, which all have added to the same names."""
+        if world.size == 1:
+            return
+        names = sorted(self._sums)
+        numbers = [self._sums[name] for name in names] + [self._counts[name] for name in names]
+        together = world.sum_(torch.tensor(numbers, dtype=torch.float64, device=world.device)).tolist()
+        self._sums = dict(zip(names, together[: len(names)], strict=True))
+        self._counts = dict(zip(names, together[len(names) :], strict=True))
+        extremes = torch.tensor([-self._lowest, self._highest], dtype=torch.float64, device=world.device)
+        lowest, self._highest = world.max_(extremes).tolist()
+        self._lowest = -lowest
+
     def metrics(self) -> dict[str, float]:
-        means = {name: total / max(1.0, self._tokens[name]) for name, total in self._sums.items()}
+        means = {name: total / (self._counts[name] or 1.0) for name, total in self._sums.items()}
         if self._highest >= self._lowest:
             means |= {"ratio_min": self._lowest, "ratio_max": self._highest}
-        if self.value_loss is not None:
-            means["value_loss"] = self.value_loss
-        return {"loss": self.loss, **means}
+        return means
 
     @property
     def nothing_left(self) -> bool:
         """There were tokens, and all were rejected."""
-        return self._tokens.get("rejected_fraction", 0) > 0 and self._tokens.get("entropy", 0) == 0
+        return self._counts.get("rejected_fraction", 0) > 0 and self._counts.get("entropy", 0) == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +89,14 @@ class _Tokens:
 def micro_batch_loss(
     part: MiniBatch,
     micro: MicroBatch,
-    scored: TokenLogprobs,
-    exact_kl: TokenKl | None,
+    scored: TokenScores,
     objective: Objective,
     totals: Totals,
 ) -> Tensor:
     """The micro-batch's share of the mini-batch's loss, with gradient; its numbers go into ``totals``.
 
     Args:
-        scored: of all response tokens of the micro-batch, with gradient.
-        exact_kl: where the objective's KL is the exact one.
+        scored: of all response tokens of the micro-batch, with gradient; with the KL where the objective's is exact.
     """
     batch, device = part.batch, scored.logprobs.device
     taken = batch.mask.gather(micro.rows).values.bool()
@@ -103,13 +125,14 @@ def micro_batch_loss(
     loss: PolicyLoss = call(objective.policy_loss, tokens)
     values = loss.values if is_weights is None else loss.values * is_weights
     if objective.kl is not None:
-        kl = _kl(objective.kl, tokens, exact_kl, here, None if exact_kl else column(batch.ref_logprobs))
+        ref = None if scored.kl is not None else column(batch.ref_logprobs)
+        kl = _kl(objective.kl, tokens, scored, here, ref)
         values = values + objective.kl.coef * kl
         totals.add("kl", kl)
     if objective.entropy_coef:
         values = values - objective.entropy_coef * entropy
     total = (column(part.weights) * values).sum()
-    totals.loss += float(total.detach())
+    totals.add_share("loss", float(total.detach()))
     totals.add("entropy", entropy)
     totals.add("approx_kl", tokens.old_logprobs - tokens.logprobs)
     totals.add_loss(loss)
@@ -120,29 +143,29 @@ def micro_batch_loss(
 
 def critic_backward(part: MiniBatch, micro: MicroBatch, critic: Critic, totals: Totals) -> None:
     """The critic learns from every token with mask 1: rejection is about the policy."""
+    device = micro.input_ids.device
     taken = part.batch.mask.gather(micro.rows).values.bool()
 
     def column(rows: Ragged | None) -> Tensor:
         assert rows is not None, "a critic needs values and returns"
-        return rows.gather(micro.rows).values[taken].to(critic.device)
+        return rows.gather(micro.rows).values[taken].to(device)
 
     returns = column(part.batch.returns)
-    loss, values = critic.backward(
-        micro, taken.to(critic.device), column(part.batch.values), returns, column(part.weights)
-    )
-    totals.value_loss = (totals.value_loss or 0.0) + loss
+    loss, values = critic.backward(micro, taken.to(device), column(part.batch.values), returns, column(part.weights))
+    totals.add_share("value_loss", loss)
     totals.add("value", values)
     totals.add("value_error", (values - returns).square())
 
 
-def _kl(term: KlTerm, tokens: _Tokens, exact: TokenKl | None, here: Tensor, ref: Tensor | None) -> Tensor:
+def _kl(term: KlTerm, tokens: _Tokens, scored: TokenScores, here: Tensor, ref: Tensor | None) -> Tensor:
     """KL penalty of each token, ``[n]``."""
-    if exact is None:
+    if scored.kl is None:
         assert term.estimator is not None
         assert ref is not None
         kl = term.estimator(tokens.logprobs, ref)
     else:
-        kl = exact.full[here]
+        assert scored.ref_logprobs is not None
+        kl = scored.kl[here]
         if term.straight_through:
-            kl = straight_through(kl, tokens.logprobs, exact.ref_logprobs[here])
+            kl = straight_through(kl, tokens.logprobs, scored.ref_logprobs[here])
     return importance_corrected(kl, tokens.logprobs, tokens.old_logprobs) if term.importance else kl

@@ -1,15 +1,17 @@
-"""What a model says of given responses, without gradient: log-probs, entropies, values."""
+"""What a network says of given responses, without gradient: log-probs, entropies, values."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_lib.data.ragged import Ragged
+from grpo_lib.data.ragged import Ragged, repeat_rows
 from grpo_lib.errors import NonFiniteError
-from grpo_lib.training.logprobs import token_logprobs
-from grpo_lib.training.microbatches import MicroBatch, Sequences, bins, micro_batch, scatter_rows
+from grpo_lib.training.microbatches import Layout, MicroBatch, Sequences, micro_batch, plan
+from grpo_lib.training.world import World
+
+Progress = Callable[[int, int, int], None]
+"""Rows done, rows in all, tokens so far; of this rank."""
 
 
 @torch.no_grad()
@@ -17,39 +19,39 @@ def score_tokens(
     function: Callable[[MicroBatch], tuple[Tensor, ...]],
     sequences: Sequences,
     *,
-    device: torch.device,
+    world: World,
     max_tokens: int,
-    autocast: torch.dtype | None,
+    layout: Layout,
+    on_progress: Progress | None = None,
 ) -> list[Ragged]:
-    """Runs ``function`` over micro-batches; each of its results ``[n]`` comes back in the rows' order, on the CPU."""
-    lengths = sequences.prompts.lengths + sequences.responses.lengths
-    parts: list[list[tuple[Tensor, Ragged]]] = []
-    for rows in bins(lengths, max_tokens):
-        batch = micro_batch(sequences, rows).to(device)
-        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            results = function(batch)
-        parts.append([(rows, Ragged(values=each.float().cpu(), offsets=batch.offsets)) for each in results])
-    return [scatter_rows(list(column), sequences.responses.rows) for column in zip(*parts, strict=True)]
+    """Runs ``function`` over micro-batches; each of its results ``[n]`` comes back in the rows' order, on the CPU.
 
-
-def score(
-    model: Any, sequences: Sequences, *, temperature: float, max_tokens: int, autocast: torch.dtype | None
-) -> tuple[Ragged, Ragged]:
-    """Log-prob and entropy (``float32[N]`` each) of every response token.
-
-    Raises:
-        NonFiniteError: a log-prob is NaN or infinite.
+    Every rank runs its own micro-batches and gets the results of all.
     """
+    responses = sequences.responses
+    mine = plan(sequences.prompts.lengths + responses.lengths, max_tokens, layout, world.size)[world.rank]
+    everything: list[Tensor] = []
+    rows_done = tokens = 0
+    for rows in mine:
+        batch = micro_batch(sequences, rows, layout).to(world.device)
+        results = function(batch)
+        if not everything:
+            everything = [torch.zeros(len(responses.values)) for _ in results]
+        shift = repeat_rows(responses.offsets[rows] - batch.offsets[:-1], batch.offsets)
+        places = shift + torch.arange(len(shift))
+        for whole, each in zip(everything, results, strict=True):
+            whole[places] = each.float().cpu()
+        rows_done, tokens = rows_done + len(rows), tokens + batch.tokens
+        if on_progress is not None:
+            on_progress(rows_done * world.size, responses.rows, tokens * world.size)
+    together = [world.sum_(each.to(world.device)).cpu() if world.size > 1 else each for each in everything]
+    return [responses.with_values(each) for each in together]
 
-    def of_batch(batch: MicroBatch) -> tuple[Tensor, ...]:
-        scored = token_logprobs(model, batch, temperature)
-        return scored.logprobs, scored.entropy
 
-    device = next(model.parameters()).device
-    result, entropies = score_tokens(of_batch, sequences, device=device, max_tokens=max_tokens, autocast=autocast)
-    if not bool(torch.isfinite(result.values).all()):
+def check_finite(logprobs: Ragged) -> None:
+    """Raises NonFiniteError for log-probs that are NaN or infinite."""
+    if not bool(torch.isfinite(logprobs.values).all()):
         raise NonFiniteError(
             "the model gives log-probs that are NaN or infinite; its weights are broken: "
             "go back to an earlier checkpoint, with a lower trainer.optimizer.lr"
         )
-    return result, entropies

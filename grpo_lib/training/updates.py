@@ -21,12 +21,14 @@ from grpo_lib.recipe import aggregation_of, correction_of, full_kl
 from grpo_lib.seeds import derive_seed
 from grpo_lib.storage.keys import StageSpec
 from grpo_lib.storage.stages import ArtifactRef, StageStore
-from grpo_lib.training.base import Batching, KlTerm, Objective, StepMetrics, Trainer, UpdateBatch
+from grpo_lib.training.base import Batching, KlTerm, Objective, StepMetrics, UpdateBatch
 from grpo_lib.training.microbatches import Sequences
+from grpo_lib.training.scoring import Progress
+from grpo_lib.training.trainer import Trainer
 
 UPDATE = StageSpec(
     name="update",
-    version=2,
+    version=3,
     reads=(
         "algorithm.loss",
         "algorithm.loss_options",
@@ -47,7 +49,12 @@ UPDATE = StageSpec(
 
 
 def run_update(
-    trainer: Trainer, stages: StageStore, inputs: Sequence[ArtifactRef], config: Any, iteration: int
+    trainer: Trainer,
+    stages: StageStore,
+    inputs: Sequence[ArtifactRef],
+    config: Any,
+    iteration: int,
+    on_progress: Progress | None = None,
 ) -> list[StepMetrics]:
     """Runs the optimizer steps of ``iteration`` on ``trainer``, which must hold the iteration's policy.
 
@@ -62,8 +69,10 @@ def run_update(
         max_tokens=config.trainer.max_tokens,
         seed=derive_seed(config.seed, "update", iteration),
         max_skipped=config.trainer.max_skipped,
+        max_kl=config.trainer.max_kl,
+        train_policy=config.critic is None or iteration >= config.critic.warmup_iterations,
     )
-    return trainer.update(batch, objective(config), batching)
+    return trainer.update(batch, objective(config), batching, on_progress)
 
 
 def objective(config: Any) -> Objective:
@@ -167,7 +176,7 @@ def update_table(steps: Sequence[StepMetrics]) -> pa.Table:
 
 
 def update_summary(steps: Sequence[StepMetrics]) -> dict[str, float]:
-    """Means over the iteration's optimizer steps; the extremes of the ratio; the last step's learning rate."""
+    """Means over the iteration's optimizer steps; extremes of the ratio; sums of work; the last learning rate."""
     names = sorted({name for step in steps for name in step.values})
     summary: dict[str, float] = {}
     for name in names:
@@ -177,7 +186,7 @@ def update_summary(steps: Sequence[StepMetrics]) -> dict[str, float]:
                 summary[name] = min(values)
             case "ratio_max":
                 summary[name] = max(values)
-            case "skipped" | "critic_skipped":
+            case "skipped" | "critic_skipped" | "stopped_early" | "model_tokens" | "model_tflop":
                 summary[name] = sum(values)
             case "lr":
                 summary[name] = values[-1]

@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from grpo_lib.config import SmallModelConfig
 from grpo_lib.data.ragged import Ragged, lengths_to_offsets
@@ -43,6 +50,25 @@ def _gpt2() -> Any:
     return GPT2LMHeadModel(shape)
 
 
+def _gemma() -> Any:
+    """Gemma 3: a layer with a window smaller than most rows, one without."""
+    shape = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=32,
+        max_position_embeddings=POSITIONS,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=4,
+        query_pre_attn_scalar=8,
+        initializer_range=0.3,
+    )
+    return Gemma3ForCausalLM(shape)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Models this small only wait for each other's threads."""
@@ -55,7 +81,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def make_model() -> Callable[[str], Any]:
     """Makes a model by the name of its architecture; the same weights each time."""
-    builders = {"qwen3": _qwen3, "llama": _llama, "gpt2": _gpt2}
+    builders = {"qwen3": _qwen3, "llama": _llama, "gpt2": _gpt2, "gemma": _gemma}
 
     def make(architecture: str = "qwen3") -> Any:
         with torch.random.fork_rng(devices=[]):

@@ -2,10 +2,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from grpo_lib.data.ragged import Ragged, lengths_to_offsets
 from grpo_lib.errors import ConfigError
-from grpo_lib.training.microbatches import Sequences, bins, micro_batch, scatter_rows
+from grpo_lib.training.microbatches import Layout, Sequences, micro_batch, plan, scatter_rows
 
 FEW = settings(deadline=None, max_examples=50)
 
@@ -19,33 +20,139 @@ def ragged(rows: list[list[int]]) -> Ragged:
 TWO = Sequences(prompts=ragged([[7, 8, 9], [5]]), responses=ragged([[1, 2], [3, 4, 6]]))
 
 
+LENGTHS = st.lists(st.integers(1, 30), max_size=40)
+LAYOUTS: list[Layout] = ["padded", "packed"]
+
+
+def cost(lengths: Tensor, rows: Tensor, layout: Layout) -> int:
+    """Tokens that the model computes."""
+    chosen = lengths[rows]
+    return int(chosen.sum() if layout == "packed" else chosen.max() * len(rows)) if len(rows) else 0
+
+
 @FEW
-@given(lengths=st.lists(st.integers(1, 30), max_size=40), spare=st.integers(0, 200))
-def test_every_row_is_in_one_bin_and_no_bin_is_above_the_budget(lengths: list[int], spare: int) -> None:
-    budget = max(lengths, default=1) + spare
-    cuts = bins(torch.tensor(lengths, dtype=torch.int64), budget)
-    assert sorted(row for cut in cuts for row in cut.tolist()) == list(range(len(lengths)))
-    assert all(len(cut) > 0 for cut in cuts)
-    for cut in cuts:
-        assert len(cut) * max(lengths[row] for row in cut.tolist()) <= budget
+@given(
+    lengths=LENGTHS, spare=st.integers(0, 200), ranks=st.integers(1, 4), layout=st.sampled_from(["padded", "packed"])
+)
+def test_every_row_is_in_one_bin_and_no_bin_is_above_the_budget(
+    lengths: list[int], spare: int, ranks: int, layout: Layout
+) -> None:
+    budget, tokens = max(lengths, default=1) + spare, torch.tensor(lengths, dtype=torch.int64)
+    planned = plan(tokens, budget, layout, ranks)
+    bins = [rows for steps in planned for rows in steps]
+    assert sorted(row for rows in bins for row in rows.tolist()) == list(range(len(lengths)))
+    assert all(cost(tokens, rows, layout) <= budget for rows in bins)
+    assert [[rows.tolist() for rows in steps] for steps in planned] == [
+        [rows.tolist() for rows in steps] for steps in plan(tokens, budget, layout, ranks)
+    ]
 
 
-def test_bins_hold_the_longest_rows_first_and_as_many_as_fit() -> None:
-    cuts = bins(torch.tensor([2, 9, 3, 9, 1]), 18)
-    assert [cut.tolist() for cut in cuts] == [[1, 3], [2, 0, 4]]
+@FEW
+@given(
+    lengths=LENGTHS, spare=st.integers(0, 200), ranks=st.integers(1, 4), layout=st.sampled_from(["padded", "packed"])
+)
+def test_all_ranks_take_as_many_steps_and_only_the_last_one_may_lack_rows(
+    lengths: list[int], spare: int, ranks: int, layout: Layout
+) -> None:
+    planned = plan(torch.tensor(lengths, dtype=torch.int64), max(lengths, default=1) + spare, layout, ranks)
+    assert len(planned) == ranks
+    assert len({len(steps) for steps in planned}) == 1
+    assert all(len(rows) > 0 for steps in planned for rows in steps[:-1])
+    if len(lengths) % ranks == 0 or len(lengths) > ranks * len(planned[0]):
+        assert all(len(rows) > 0 for steps in planned for rows in steps)
+
+
+@FEW
+@given(lengths=LENGTHS.filter(len), spare=st.integers(0, 200), ranks=st.integers(2, 4))
+def test_packed_bins_differ_by_at_most_the_longest_row(lengths: list[int], spare: int, ranks: int) -> None:
+    tokens = torch.tensor(lengths)
+    costs = [cost(tokens, r, "packed") for steps in plan(tokens, max(lengths) + spare, "packed", ranks) for r in steps]
+    assert max(costs) - min(costs) <= max(lengths)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_ranks_of_a_step_have_about_the_same_work(layout: Layout, ranks: int) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    lengths = (4.0 + torch.randn(500, generator=generator)).exp().long().clamp(2, 800)
+    planned = plan(lengths, 4096, layout, ranks)
+    slowest = sum(max(cost(lengths, rows, layout) for rows in step) for step in zip(*planned, strict=True))
+    work = sum(cost(lengths, rows, layout) for steps in planned for rows in steps)
+    assert slowest * ranks < 1.15 * work
+
+
+def test_rectangles_hold_the_longest_rows_first_and_as_many_as_fit() -> None:
+    (steps,) = plan(torch.tensor([2, 9, 3, 9, 1]), 18, "padded")
+    assert [rows.tolist() for rows in steps] == [[1, 3], [2, 0, 4]]
 
 
 def test_a_budget_of_the_longest_row_is_enough() -> None:
-    assert [cut.tolist() for cut in bins(torch.tensor([4, 5]), 5)] == [[1], [0]]
+    assert [rows.tolist() for rows in plan(torch.tensor([4, 5]), 5, "padded")[0]] == [[1], [0]]
+    assert [rows.tolist() for rows in plan(torch.tensor([4, 5]), 5, "packed")[0]] == [[1], [0]]
 
 
-def test_no_rows_make_no_bins() -> None:
-    assert bins(torch.tensor([], dtype=torch.int64), 10) == []
+def test_rectangles_of_several_ranks_are_as_small_as_their_number_allows() -> None:
+    planned = plan(torch.full((9,), 10), 80, "padded", ranks=2)  # 8 + 1 rows would fit
+    assert [[len(rows) for rows in steps] for steps in planned] == [[5], [4]]
 
 
-def test_a_row_longer_than_the_budget_names_both_and_the_remedy() -> None:
+def test_rectangles_are_split_until_every_rank_has_one() -> None:
+    planned = plan(torch.tensor([50, 2, 2, 2, 2]), 50, "padded", ranks=3)  # a smaller budget can't hold the first
+    assert [[rows.tolist() for rows in steps] for steps in planned] == [[[0]], [[1, 2]], [[3, 4]]]
+
+
+def test_packed_rows_are_dealt_to_and_fro() -> None:
+    planned = plan(torch.tensor([1, 2, 3, 4, 5, 6]), 11, "packed", ranks=2)
+    assert [[rows.tolist() for rows in steps] for steps in planned] == [[[5, 2, 1]], [[4, 3, 0]]]
+
+
+def test_rows_that_do_not_fit_two_to_a_bin_get_one_each() -> None:
+    (steps,) = plan(torch.full((300,), 51), 100, "packed")
+    assert [len(rows) for rows in steps] == [1] * 300
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_without_rows_get_empty_steps(layout: Layout) -> None:
+    planned = plan(torch.tensor([3, 5]), 10, layout, ranks=4)
+    assert [[rows.tolist() for rows in steps] for steps in planned] == [[[1]], [[0]], [[]], [[]]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_rows_make_no_steps(layout: Layout) -> None:
+    assert plan(torch.tensor([], dtype=torch.int64), 10, layout, ranks=2) == [[], []]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_longer_than_the_budget_names_both_and_the_remedy(layout: Layout) -> None:
     with pytest.raises(ConfigError, match=r"a row of 31 tokens does not fit into trainer\.max_tokens=30; raise it"):
-        bins(torch.tensor([3, 31, 7]), 30)
+        plan(torch.tensor([3, 31, 7]), 30, layout)
+
+
+def test_packed_rows_stand_one_after_another_each_from_position_0() -> None:
+    batch = micro_batch(TWO, torch.tensor([1, 0]), "packed")
+    assert batch.input_ids.tolist() == [[5, 3, 4, 6, 7, 8, 9, 1, 2]]
+    assert batch.position_ids is not None and batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
+    assert batch.row_offsets is not None and batch.row_offsets.tolist() == [0, 4, 9]
+    assert batch.row_offsets.dtype == torch.int32
+    assert batch.predicts.tolist() == [0, 1, 2, 6, 7]
+    assert batch.targets.tolist() == [3, 4, 6, 1, 2]
+    assert batch.offsets.tolist() == [0, 3, 5]
+
+
+def test_a_micro_batch_knows_its_tokens_with_and_without_padding() -> None:
+    padded, packed = (micro_batch(TWO, torch.tensor([0, 1]), layout) for layout in LAYOUTS)
+    assert (padded.longest, padded.tokens, padded.computed) == (5, 9, 10)
+    assert (packed.longest, packed.tokens, packed.computed) == (5, 9, 9)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_rows_make_one_token_that_predicts_nothing(layout: Layout) -> None:
+    batch = micro_batch(TWO, torch.tensor([], dtype=torch.int64), layout)
+    assert batch.input_ids.tolist() == [[0]]
+    assert (len(batch.predicts), len(batch.targets), batch.offsets.tolist()) == (0, 0, [0])
+    assert (batch.tokens, batch.computed) == (0, 1)
+    if layout == "packed":
+        assert batch.row_offsets is not None and batch.row_offsets.tolist() == [0, 1]
 
 
 def test_the_first_response_token_is_predicted_at_the_last_prompt_position() -> None:
@@ -84,8 +191,10 @@ def test_each_target_stands_right_after_the_position_that_predicts_it(
     rows: list[tuple[list[int], list[int]]],
 ) -> None:
     sequences = Sequences(prompts=ragged([prompt for prompt, _ in rows]), responses=ragged([r for _, r in rows]))
+    for layout in LAYOUTS:
+        batch = micro_batch(sequences, torch.arange(len(rows)), layout)
+        assert torch.equal(batch.input_ids.flatten()[batch.predicts + 1], batch.targets)
     batch = micro_batch(sequences, torch.arange(len(rows)))
-    assert torch.equal(batch.input_ids.flatten()[batch.predicts + 1], batch.targets)
     assert batch.targets.tolist() == [token for _, response in rows for token in response]
     width = batch.input_ids.shape[1]
     for row, (prompt, response) in enumerate(rows):

@@ -1,0 +1,193 @@
+"""What each rank of a ``RankGroup`` runs: ``python -m grpo_lib.placement.rank_main``, started by torchrun.
+
+The rank connects to its parent before it does anything else. Messages are lines of JSON:
+
+    up    {"kind": "hello", "token", "rank", "pid"}
+    down  {"command": "start", "arguments": {handler, setup, device, threads, command_seconds}}
+    down  {"command": NAME, "arguments": {...}}     until {"command": null}
+    up    {"kind": "progress", "values"}            from rank 0, any number of times
+    up    {"kind": "done", "result"} or {"kind": "failed", "error", "message", "summary", "traceback", "at"}
+
+The line is the rank's lifeline too: when it closes, whatever the rank is doing, the process ends.
+"""
+
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue
+
+from grpo_lib import errors
+
+if TYPE_CHECKING:
+    from grpo_lib.training.world import World
+
+SOCKET = "GRPO_RANKS_SOCKET"
+"""Environment: the path of the parent's socket."""
+TOKEN = "GRPO_RANKS_TOKEN"
+"""Environment: what a rank shows to be let in."""
+SHOW_STACK = signal.SIGUSR1
+"""A rank that gets it writes where its main thread is to the log."""
+PR_SET_PDEATHSIG = 1
+COLLECTIVE_SLACK_SECONDS = 30
+
+_progress_line: "Line | None" = None
+
+
+def report(**values: JsonValue) -> None:
+    """Progress of the running command, for ``RankGroup.call(..., on_progress=)``. Silent in all ranks but rank 0."""
+    if _progress_line is not None:
+        _progress_line.send({"kind": "progress", "values": values})
+
+
+class Line:
+    """Messages, one line of JSON each, over a connected socket. One thread receives, any may send."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._rest = b""
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            TypeError: something in it is not JSON; nothing was sent.
+            OSError: the other side is gone, or does not read.
+        """
+        data = json.dumps(message).encode() + b"\n"
+        with self._sending:
+            self._socket.sendall(data)
+
+    def receive(self) -> list[Any] | None:
+        """Messages that became complete with the next bytes, possibly none yet; ``None`` when the line is closed."""
+        try:
+            data = self._socket.recv(1 << 16)
+        except ConnectionError:
+            return None
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def main() -> None:
+    """Serves commands until the parent says that it was the last one."""
+    global _progress_line
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # when the torchrun agent dies
+    faulthandler.register(SHOW_STACK, all_threads=False)
+    rank = int(os.environ["RANK"])
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.environ.pop(SOCKET))
+    line = Line(connection)
+    line.send({"kind": "hello", "token": os.environ.pop(TOKEN), "rank": rank, "pid": os.getpid()})
+    commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(line, commands), name="lifeline", daemon=True).start()
+    if rank == 0:
+        _progress_line = line
+    _serve(line, commands, answers=rank == 0)
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _listen(line: Line, commands: "queue.SimpleQueue[dict[str, Any]]") -> None:
+    while (messages := line.receive()) is not None:
+        for message in messages:
+            commands.put(message)
+    # The parent closed the group or is dead. The main thread may hang in a collective: no cleaning up.
+    if os.getpgrp() == os.getpid():  # as torchrun starts it: what this rank started goes with it
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _serve(line: Line, commands: "queue.SimpleQueue[dict[str, Any]]", *, answers: bool) -> None:
+    handler: Any = None
+    while (message := commands.get())["command"] is not None:
+        try:
+            if handler is None:
+                handler, result = _start(**message["arguments"]), None
+            else:
+                assert not message["command"].startswith("_"), f"{message['command']} is no command"
+                result = getattr(handler, message["command"])(**message["arguments"])
+            json.dumps(result)  # that it is JSON is asked of every rank
+            line.send({"kind": "done", "result": result if answers else None})
+        except BaseException as error:
+            traceback.print_exc()
+            line.send(_failure(error))
+            # Ending now would give the other ranks errors of their own; the parent ends all at once.
+            threading.Event().wait()
+
+
+def _start(
+    *, handler: str, setup: Mapping[str, JsonValue], device: str, threads: int | None, command_seconds: float
+) -> Any:
+    """Joins the process group and makes the object whose public methods are the commands."""
+    world = _join(device, threads, command_seconds)
+    module, _, name = handler.partition(":")
+    return getattr(importlib.import_module(module), name)(setup, world)
+
+
+def _join(kind: str, threads: int | None, command_seconds: float) -> "World":
+    import torch
+    import torch.distributed as dist
+
+    from grpo_lib.training.world import World
+
+    size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if kind == "cuda":
+        if torch.cuda.device_count() < size:
+            raise errors.ConfigError(
+                f"{size} ranks on cuda need {size} devices, this machine shows {torch.cuda.device_count()}; "
+                "use fewer ranks or the device cpu"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        device_id=device if kind == "cuda" else None,
+        # Longer than the parent waits: its message says more than that of a collective.
+        timeout=timedelta(seconds=command_seconds + COLLECTIVE_SLACK_SECONDS),
+    )
+    return World(rank=dist.get_rank(), size=size, device=device)
+
+
+def _failure(error: BaseException) -> dict[str, JsonValue]:
+    """What the parent needs to raise the error anew. ``error`` is the name of the class if it is one of ours."""
+    ours = (each for each in type(error).__mro__ if vars(errors).get(each.__name__) is each)
+    return {
+        "kind": "failed",
+        "error": next((each.__name__ for each in ours), None),
+        "message": str(error),
+        "summary": traceback.format_exception_only(error)[-1].strip(),
+        "traceback": "".join(traceback.format_exception(error)),
+        "at": time.monotonic(),  # one clock for all processes of the machine
+    }
+
+
+if __name__ == "__main__":
+    # Not this copy, which is called __main__: handlers import `report` from the module.
+    from grpo_lib.placement import rank_main
+
+    rank_main.main()

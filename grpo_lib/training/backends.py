@@ -1,0 +1,166 @@
+"""From settings to a trainer: the networks, wrapped by the backend that was asked for."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from grpo_lib.training.attention import check_packing, use_packed_attention
+from grpo_lib.training.critic import Critic
+from grpo_lib.training.flops import FlopCounter
+from grpo_lib.training.learner import AdamWSettings, Learner, TorchLearner
+from grpo_lib.training.logprobs import check_head
+from grpo_lib.training.lora import add_adapter
+from grpo_lib.training.microbatches import Layout
+from grpo_lib.training.modules import PolicyModule, ValueModule, recompute_layers
+from grpo_lib.training.reference import Reference
+from grpo_lib.training.schedules import lr_factor
+from grpo_lib.training.trainer import Trainer
+from grpo_lib.training.world import World
+
+if TYPE_CHECKING:  # pydantic is not needed to train
+    from grpo_lib.config import CriticConfig, TrainerConfig
+
+Load = Callable[[], Any]
+"""Gives a new model: float32, on the device of the world, in evaluation mode."""
+
+
+def make_trainer(
+    load: Load,
+    settings: "TrainerConfig",
+    *,
+    decay_steps: int | None,
+    dtype: torch.dtype,
+    world: World,
+    critic: "CriticConfig | None" = None,
+    seed: int = 0,
+) -> Trainer:
+    """A trainer of the model that ``load`` gives.
+
+    Args:
+        decay_steps: optimizer steps until the schedule's end; None with a constant one.
+        dtype: of the passes through the backbone; weights stay float32.
+        seed: of the adapters.
+
+    Raises:
+        ConfigError, MissingPackageError, ModelError: what was asked for can't be.
+    """
+    model = load()
+    check_head(model)
+    layout = chosen_layout(settings.layout, world.device)
+    autocast = None if dtype == torch.float32 else dtype
+    _prepare(model, settings, layout, autocast)
+    adapter = None
+    if settings.lora is not None:
+        lora = settings.lora
+        adapter = add_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=seed)
+    optimizer = settings.optimizer
+    adamw = AdamWSettings(
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+    )
+    flops = FlopCounter(model)  # before a backend takes it apart
+    policy = make_learner(PolicyModule(model, autocast), settings, adamw, world, autocast)
+    return Trainer(
+        policy,
+        model=model,
+        flops=flops,
+        adapter=adapter,
+        lr=optimizer.lr,
+        lr_factor=partial(
+            lr_factor,
+            schedule=optimizer.schedule,
+            warmup_steps=optimizer.warmup_steps,
+            decay_steps=decay_steps,
+            final_fraction=optimizer.final_lr_fraction,
+        ),
+        max_tokens=settings.max_tokens,
+        layout=layout,
+        world=world,
+        critic=None if critic is None else _critic(load(), critic, settings, layout, world, autocast),
+    )
+
+
+def chosen_layout(asked: str, device: torch.device) -> Layout:
+    """``auto``: packed where attention has a kernel for it, on a GPU."""
+    if asked == "auto":
+        return "packed" if device.type == "cuda" else "padded"
+    return "packed" if asked == "packed" else "padded"
+
+
+def _prepare(model: Any, settings: "TrainerConfig", layout: Layout, autocast: torch.dtype | None) -> None:
+    if layout == "packed":
+        use_packed_attention(model)
+        check_packing(model, autocast)
+    if settings.gradient_checkpointing:
+        recompute_layers(model)
+
+
+def make_learner(
+    module: nn.Module, settings: "TrainerConfig", adamw: AdamWSettings, world: World, autocast: torch.dtype | None
+) -> Learner:
+    """The module with an optimizer, wrapped by the backend."""
+    if settings.backend == "torch":
+        return TorchLearner(module, adamw)
+    if settings.backend == "fsdp2":
+        from grpo_lib.training.fsdp2 import Fsdp2Learner
+
+        return Fsdp2Learner(module, adamw, world, autocast)
+    from grpo_lib.training.deepspeed import DeepSpeedLearner
+
+    zero = settings.deepspeed
+    return DeepSpeedLearner(
+        module,
+        adamw,
+        world,
+        stage=zero.stage,
+        offload_optimizer=zero.offload_optimizer,
+        offload_parameters=zero.offload_parameters,
+    )
+
+
+def make_reference_for(trainer: Trainer, settings: "TrainerConfig", dtype: torch.dtype, load: Load | None) -> Reference:
+    """A frozen policy, sharded like the one that learns.
+
+    Args:
+        load: gives its model; None: it is the trainer's with the adapters off.
+    """
+    if load is None:
+        assert trainer.adapter is not None, "without adapters the reference is a model of its own"
+        policy = trainer.policy
+        return Reference(
+            module=policy.module, model=trainer.model, gathered=policy.gathered, switched=trainer.adapter.off
+        )
+    model, autocast = load(), None if dtype == torch.float32 else dtype
+    check_head(model)
+    _prepare(model, settings, trainer.layout, autocast)
+    module: Any = PolicyModule(model.requires_grad_(False), autocast)
+    if settings.backend == "fsdp2":
+        from grpo_lib.training.fsdp2 import shard, unsharded
+
+        module = shard(module, trainer.world, autocast)
+        return Reference(module=module, model=model, gathered=partial(unsharded, module))
+    if settings.backend == "deepspeed" and settings.deepspeed.stage == 3:
+        from grpo_lib.training.deepspeed import gathered_head, shard_frozen
+
+        return Reference(module=shard_frozen(module), model=model, gathered=partial(gathered_head, model))
+    return Reference(module=module.to(trainer.world.device), model=model)
+
+
+def _critic(
+    model: Any,
+    critic: "CriticConfig",
+    settings: "TrainerConfig",
+    layout: Layout,
+    world: World,
+    autocast: torch.dtype | None,
+) -> Critic:
+    _prepare(model, settings, layout, autocast)
+    adamw = AdamWSettings(max_grad_norm=critic.max_grad_norm)
+    learner = make_learner(ValueModule(model, autocast), settings, adamw, world, autocast)
+    return Critic(learner=learner, lr=critic.lr, value_clip=critic.value_clip)

@@ -1,0 +1,45 @@
+"""Weights as a Hugging Face model folder, whatever backend and however many ranks hold them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from grpo_lib.errors import CorruptError
+from grpo_lib.models import load_model
+from grpo_lib.training.digest import weights_digest
+
+
+def export_model(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> str:
+    """Writes config and weights in ``dtype`` as ``AutoModelForCausalLM`` and vLLM read them, and reads them back.
+
+    Args:
+        model: for its configuration; its own weights may be sharded.
+        weights: whole, by the names of a plain model of that class.
+
+    Returns:
+        The digest of the written weights (`weights_digest`).
+
+    Raises:
+        CorruptError: what was read back has another digest.
+    """
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+    converted: dict[int, Tensor] = {}  # tied weights stay one tensor
+    for value in weights.values():
+        converted.setdefault(value.data_ptr(), value.detach().to("cpu", dtype))
+    state = {name: converted[value.data_ptr()] for name, value in weights.items()}
+    twin.load_state_dict(state, strict=True, assign=True)
+    twin.tie_weights()
+    twin.generation_config = model.generation_config
+    twin.save_pretrained(folder, max_shard_size="4GB")
+    expected, found = (weights_digest(each) for each in (state, load_model(str(folder), dtype, "cpu").state_dict()))
+    if found != expected:
+        raise CorruptError(
+            f"the model exported to {folder} reads back with digest {found[:16]} instead of {expected[:16]}; "
+            "is the disk full or failing?"
+        )
+    return expected

@@ -1,0 +1,50 @@
+"""Floating-point operations of an update, for model FLOPs utilisation (Chowdhery et al., 2022, appendix B)."""
+
+from typing import Any
+
+from torch import Tensor
+
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "L4": 121,
+    "RTX 4090": 165,
+    "A10": 125,
+}
+"""Dense bfloat16 operations a second, in 10^12, by a part of the device's name; vendors' figures."""
+
+
+class FlopCounter:
+    """Operations that a model needs for the forward and backward pass of rows, recomputation not counted.
+
+    Args:
+        model: a Transformers causal language model; what does not learn costs no gradient of weights.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config, head = model.config.get_text_config(), model.get_output_embeddings()
+        outside = {id(model.get_input_embeddings().weight), id(head.weight)}
+        body = [p for p in model.parameters() if id(p) not in outside]
+        inside, learning = sum(p.numel() for p in body), sum(p.numel() for p in body if p.requires_grad)
+        self._body = 4 * inside + 2 * learning
+        self._head = (6 if head.weight.requires_grad else 4) * head.weight.numel()
+        heads = config.num_attention_heads
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        self._attention = 6 * config.num_hidden_layers * width
+
+    def count(self, lengths: Tensor, predicted: int) -> float:
+        """Of rows of ``lengths int64[b]`` tokens, with ``predicted`` response tokens through the head.
+
+        A token sees half of its row on average: ``2 s^2 width`` operations a layer forward, twice that backward.
+        """
+        tokens, squares = float(lengths.sum()), float(lengths.double().square().sum())
+        return self._body * tokens + self._head * predicted + self._attention * squares
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Of a device by its name; None: not known."""
+    return next((float(value) for part, value in PEAK_TFLOPS.items() if part in device_name), None)
