@@ -84,10 +84,11 @@ def train(config: RunConfig) -> RunReport:
     data = dataset(run, None, external=data_digests(config))
     open_run(config)
     initial = first_policy(run, data)
-    published = [announce(run, None, [data, initial])]
+    begins = first_reference(run)
+    published = [announce(run, None, [each for each in (data, initial, begins) if each is not None])]
     before = evaluate(run, 0, data, initial)
     published.append(announce(run, 0, [before]))
-    state = State(policy=initial, reference=first_reference(run))
+    state = State(policy=initial, reference=begins)
     for k in range(config.iterations):
         progress().stage_advanced("iteration", None, k, config.iterations, 0)
         state = iterate(run, k, data, initial, state, published)
@@ -154,7 +155,8 @@ def iterate(run: Run, k: int, data: ArtifactRef, initial: ArtifactRef, before: S
     if config.reference.every is not None and (k + 1) % config.reference.every == 0:
         followed = reference(run, k, updated, initial, before.reference)
 
-    stages = [*asked, *rollouts, *scores, *greedy, selection, old, ref, v, advantages, updated]
+    moved = followed if followed is not before.reference else None
+    stages = [*asked, *rollouts, *scores, *greedy, selection, old, ref, v, advantages, updated, moved]
     published.append(announce(run, k, [each for each in stages if each is not None]))
     return State(policy=updated, advantages=advantages, selection=selection, reference=followed)
 

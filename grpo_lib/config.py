@@ -247,7 +247,7 @@ class TrainerConfig(Section):
     layout: Literal["auto", "padded", "packed"] = Field(
         "auto",
         description="`packed`: rows one after another, without padding. `padded`: rectangles of rows of similar "
-        "length. `auto`: packed on a GPU.",
+        "length. `auto`: packed if the model's attention can keep packed rows apart.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Decoder layers run again in the backward pass instead of keeping what they computed."
@@ -429,6 +429,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"placement.ranks={self.placement.ranks}, but trainer.backend=torch is one process; "
                 "take trainer.backend=fsdp2 or deepspeed, or placement.ranks=1"
+            )
+        if trainer.max_kl is not None and self.steps_per_iteration == 1 and self.algorithm.old_logprobs == "decoupled":
+            raise ValueError(
+                f"trainer.max_kl={trainer.max_kl:g} can't end an iteration of one optimizer step, whose mini-batch is "
+                "at distance 0; set trainer.epochs or trainer.mini_batch_prompts, or remove max_kl"
+            )
+        if self.critic is not None and self.critic.warmup_iterations >= self.iterations:
+            raise ValueError(
+                f"critic.warmup_iterations={self.critic.warmup_iterations} leaves the policy none of the "
+                f"{self.iterations} iterations; lower it, or raise iterations"
             )
         if not self.reference.initial and kl.coef == 0:
             raise ValueError("reference is set, but algorithm.kl.coef=0 uses none; set a coefficient, or remove it")

@@ -12,6 +12,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -110,10 +111,16 @@ def load_model(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
         "model",
         path,
         lambda: AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, use_safetensors=True
+            path, dtype=dtype, attn_implementation=_attention(path), trust_remote_code=False, use_safetensors=True
         ),
     )
     return model.to(device).eval()
+
+
+def _attention(path: str) -> str:
+    """SDPA leaves soft-capping of attention scores (Gemma 2) out without a word."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
 def load_tokenizer(path: str) -> Any:

@@ -1,13 +1,14 @@
 """What can be checked of a configuration and its surroundings in seconds, before anything expensive starts."""
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_lib.config import Gsm8kData, RunConfig
-from grpo_lib.errors import ConfigError, DataError, ModelError
+from grpo_lib.errors import ConfigError, DataError, MissingPackageError, ModelError
 from grpo_lib.problems import get_problem
 from grpo_lib.problems.gsm8k import heldout_file
 from grpo_lib.run import Run, open_run
@@ -17,12 +18,15 @@ from grpo_lib.tracking.mlflow import check_tracking, tracking_uri
 
 
 def check_surroundings(config: RunConfig) -> None:
-    """Data, model folder, store, MLflow, algorithm and device: the cheap and near first.
+    """Packages, data, model folders, store, MLflow, algorithm and device: the cheap and near first.
 
     Raises:
         GrpoError: for the first that is missing or broken, with the remedy.
     """
+    check_packages(config)
     check_model(config)
+    if config.reference.path is not None:
+        check_model_folder("reference.path", config.reference.path)
     check_prompts(config)
     check_store(Run(config).objects)
     check_tracking(tracking_uri(config))
@@ -33,6 +37,37 @@ def check_surroundings(config: RunConfig) -> None:
         from grpo_lib.placement.devices import torch_device
 
         torch_device(config.placement.device)
+    check_devices(config)
+
+
+def check_packages(config: RunConfig) -> None:
+    """What the trainer was asked to use is installed.
+
+    Raises:
+        MissingPackageError: with the command that installs it.
+    """
+    wants = {
+        "deepspeed": ("trainer.backend=deepspeed", "deepspeed", config.trainer.backend == "deepspeed"),
+        "peft": ("trainer.lora", "lora", config.trainer.lora is not None),
+    }
+    for package, (setting, extra, wanted) in wants.items():
+        if wanted and importlib.util.find_spec(package) is None:
+            raise MissingPackageError(
+                f"{setting} needs the package {package}, which is not installed: pip install 'grpo-pipeline[{extra}]'"
+            )
+
+
+def check_devices(config: RunConfig) -> None:
+    """Each rank on GPUs has one of its own."""
+    import torch
+
+    ranks, name = config.placement.ranks, config.placement.device
+    on_gpus = name.startswith("cuda") or (name == "auto" and torch.cuda.is_available())
+    if on_gpus and ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"placement.ranks={ranks}, but this machine has {torch.cuda.device_count()} CUDA devices; lower it, or set "
+            "placement.device=cpu"
+        )
 
 
 def check_prompts(config: RunConfig) -> None:
@@ -76,16 +111,9 @@ def check_model(config: RunConfig) -> None:
     path = config.model.path
     if path is None:
         return
-    folder = Path(path).expanduser()
-    looks_local = path.startswith((".", "/", "~")) or folder.exists()
-    if not looks_local:
+    folder = check_model_folder("model.path", path)
+    if folder is None:
         return
-    if not folder.is_dir():
-        raise ModelError(f"model.path={path!r}: there is no such folder; give a folder with config.json, or a hub name")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path={path!r} holds no config.json; it must be a Transformers model folder")
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"model.path={path!r} holds no *.safetensors weights; convert them with save_pretrained")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise ModelError(f"model.path={path!r} holds no tokenizer; write it there with tokenizer.save_pretrained")
     if config.model.prompt_format == "chat" and not _has_chat_template(folder):
@@ -100,6 +128,21 @@ def check_model(config: RunConfig) -> None:
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}, but the model {path!r} has {positions} "
             "positions (max_position_embeddings); lower one of the two"
         )
+
+
+def check_model_folder(setting: str, path: str) -> Path | None:
+    """The folder with a model that a path names; None: it is a hub name."""
+    folder = Path(path).expanduser()
+    looks_local = path.startswith((".", "/", "~")) or folder.exists()
+    if not looks_local:
+        return None
+    if not folder.is_dir():
+        raise ModelError(f"{setting}={path!r}: there is no such folder; give a folder with config.json, or a hub name")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{setting}={path!r} holds no config.json; it must be a Transformers model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{setting}={path!r} holds no *.safetensors weights; convert them with save_pretrained")
+    return folder
 
 
 def _has_chat_template(folder: Path) -> bool:

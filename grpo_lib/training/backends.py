@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from grpo_lib.errors import ModelError
 from grpo_lib.training.attention import check_packing, use_packed_attention
 from grpo_lib.training.critic import Critic
 from grpo_lib.training.flops import FlopCounter
@@ -49,9 +50,10 @@ def make_trainer(
     """
     model = load()
     check_head(model)
-    layout = chosen_layout(settings.layout, world.device)
     autocast = None if dtype == torch.float32 else dtype
-    _prepare(model, settings, layout, autocast)
+    layout = use_layout(model, settings.layout, autocast)
+    if settings.gradient_checkpointing:
+        recompute_layers(model)
     adapter = None
     if settings.lora is not None:
         lora = settings.lora
@@ -86,19 +88,20 @@ def make_trainer(
     )
 
 
-def chosen_layout(asked: str, device: torch.device) -> Layout:
-    """``auto``: packed where attention has a kernel for it, on a GPU."""
-    if asked == "auto":
-        return "packed" if device.type == "cuda" else "padded"
-    return "packed" if asked == "packed" else "padded"
-
-
-def _prepare(model: Any, settings: "TrainerConfig", layout: Layout, autocast: torch.dtype | None) -> None:
-    if layout == "packed":
+def use_layout(model: Any, asked: str, autocast: torch.dtype | None) -> Layout:
+    """Prepares a model for packed or padded rows; ``auto`` is packed if its attention can keep packed rows apart."""
+    if asked == "padded":
+        return "padded"
+    before = model.config._attn_implementation
+    try:
         use_packed_attention(model)
         check_packing(model, autocast)
-    if settings.gradient_checkpointing:
-        recompute_layers(model)
+    except ModelError:
+        if asked == "packed":
+            raise
+        model.set_attn_implementation(before)
+        return "padded"
+    return "packed"
 
 
 def make_learner(
@@ -138,7 +141,7 @@ def make_reference_for(trainer: Trainer, settings: "TrainerConfig", dtype: torch
         )
     model, autocast = load(), None if dtype == torch.float32 else dtype
     check_head(model)
-    _prepare(model, settings, trainer.layout, autocast)
+    use_layout(model, trainer.layout, autocast)
     module: Any = PolicyModule(model.requires_grad_(False), autocast)
     if settings.backend == "fsdp2":
         from grpo_lib.training.fsdp2 import shard, unsharded
@@ -160,7 +163,9 @@ def _critic(
     world: World,
     autocast: torch.dtype | None,
 ) -> Critic:
-    _prepare(model, settings, layout, autocast)
+    use_layout(model, layout, autocast)
+    if settings.gradient_checkpointing:
+        recompute_layers(model)
     adamw = AdamWSettings(max_grad_norm=critic.max_grad_norm)
     learner = make_learner(ValueModule(model, autocast), settings, adamw, world, autocast)
     return Critic(learner=learner, lr=critic.lr, value_clip=critic.value_clip)

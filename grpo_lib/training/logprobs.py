@@ -196,17 +196,24 @@ def _factors(policy: _Sums, other: _Sums, gradients: Sequence[Tensor | None], se
     logprobs, entropy, kl = gradients[:3]
     scale = torch.full_like(policy.total, setting.head.multiplier / setting.temperature)
     share, log_total = scale / policy.total, policy.total.log()  # p_v = e^x_v / total
-    shifts = policy.entropy - log_total, other.total.log() - log_total - policy.kl(other)
-    pairs = (logprobs, scale), (logprobs, -share), (entropy, -share), (kl, share)
-    scaled = [None if each is None else (each * by).to(policy.top.dtype)[:, None] for each, by in pairs]
-    entropy_shift, kl_shift = (each.to(policy.top.dtype)[:, None] for each in shifts)
-    return _Factors(*scaled[:4], entropy_shift=entropy_shift, kl_shift=kl_shift)
+
+    def column(gradient: Tensor | None, by: Tensor) -> Tensor | None:
+        return None if gradient is None else (gradient * by).to(policy.top.dtype)[:, None]
+
+    return _Factors(
+        token=column(logprobs, scale),
+        logprob=column(logprobs, -share),
+        entropy=column(entropy, -share),
+        kl=column(kl, share),
+        entropy_shift=(policy.entropy - log_total).to(policy.top.dtype)[:, None],
+        kl_shift=(other.total.log() - log_total - policy.kl(other)).to(policy.top.dtype)[:, None],
+    )
 
 
 def _tile_gradient(
     hidden: Tensor, setting: _Setting, tops: tuple[Tensor, Tensor], factors: _Factors, rows: slice, columns: slice
 ) -> Tensor:
-    """``[t, v]``: gradient of ``(hidden @ weight.T)_v``; ``x`` and ``y`` are the policies' logits less their largest.
+    """``[t, v]``: gradient of ``(hidden @ weight.T)_v``; ``x``, ``y`` are the policies' logits less their largest.
 
     ``token [v = target] + e^x_v (logprob + entropy (x_v + entropy_shift) + kl (x_v - y_v + kl_shift))``, times the slope
     of a softcap.
