@@ -6,7 +6,7 @@ Pretrained weights are read from safetensors only, and code that comes with a mo
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -22,9 +22,11 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from grpo_lib.config import SmallModelConfig
 from grpo_lib.errors import ModelError
 from grpo_lib.types import Problem
+
+if TYPE_CHECKING:
+    from grpo_lib.config import SmallModelConfig
 
 hf_logging.disable_progress_bar()  # progress is shown by stage
 PAD, EOS = "<pad>", "<eos>"
@@ -34,7 +36,7 @@ _LOADING = threading.Lock()
 
 
 def make_small_model(
-    config: SmallModelConfig, vocab_size: int, eos_id: int, pad_id: int, max_positions: int, seed: int
+    config: "SmallModelConfig", vocab_size: int, eos_id: int, pad_id: int, max_positions: int, seed: int
 ) -> Qwen3ForCausalLM:
     """A Qwen3-style causal language model with random float32 weights that depend on ``seed`` only.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.inspect import rollouts, show
-from flows.cli.training import evaluate, resume, run, warm_start
+from flows.cli.training import evaluate, export, resume, run, warm_start
 from grpo_lib.errors import GrpoError
 
 INTERRUPTED = 130  # what typer makes of Ctrl-C
@@ -44,6 +44,7 @@ app.command()(show)
 app.command()(rollouts)
 app.command()(evaluate)
 app.command("warm-start")(warm_start)
+app.command()(export)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Commands that compute: `run`, `resume`, `evaluate`, `warm-start`."""
+"""Commands that compute: `run`, `resume`, `evaluate`, `warm-start`, `export`."""
 
 import json
 import os
@@ -88,6 +88,32 @@ def warm_start(config: Config, overrides: Overrides = None, as_json: Json = Fals
     from flows.cli.console import print_numbers
 
     print_numbers(f"warm start in {result.pop('folder')}", result)
+
+
+def export(
+    run: RunName,
+    folder: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
+    overrides: Overrides = None,
+    version: Annotated[
+        int | None, typer.Option("-k", "--version", min=0, help="Policy after so many updates; default: the last.")
+    ] = None,
+    store: Store = "grpo-store",
+    endpoint_url: Endpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Write a policy as a Hugging Face model folder (Transformers, vLLM, model.path=...); adapters are merged."""
+    loaded = _load_run(run, overrides, store, endpoint_url)
+    from flows.cli.console import live_progress
+    from flows.export import export as export_policy
+
+    with nullcontext() if as_json else live_progress():
+        result = export_policy(loaded, version, folder)
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    from flows.cli.console import print_numbers
+
+    print_numbers(f"exported to {result.pop('folder')}", result)
 
 
 def _load_run(name: str, overrides: list[str] | None, store: str, endpoint_url: str | None) -> "Run":

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from grpo_lib.algorithms.registry import Registry
+from grpo_lib.algorithms.registry import Option, Registry
 from grpo_lib.data.ragged import (
     GroupStatistics,
     compress,
@@ -29,7 +28,7 @@ from grpo_lib.data.ragged import (
 )
 from grpo_lib.errors import AlgorithmError
 
-Gamma = Annotated[float, Field(gt=0, le=1, description="Discount a token.")]
+Gamma = Annotated[float, Option(gt=0, le=1, description="Discount a token.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +206,7 @@ def gpg(
     rewards: Tensor,
     group_ids: Tensor,
     *,
-    f_norm: Annotated[float, Field(gt=0, description="Divides the advantage.")] = 1.0,
+    f_norm: Annotated[float, Option(gt=0, description="Divides the advantage.")] = 1.0,
 ) -> Tensor:
     """Policy gradient in its plainest form; with ``loss: reinforce``."""
     alpha = len(rewards) / max(1, int((rewards != 0).sum()))
@@ -227,8 +226,8 @@ def gdpo(
     valid_tokens: Tensor,
     *,
     weights: Annotated[
-        Annotated[dict[str, float], Field(min_length=1)] | None,
-        Field(description="Weight of each component that counts; null: 1 for each."),
+        dict[str, float] | None,
+        Option(min_length=1, description="Weight of each component that counts; null: 1 for each."),
     ] = None,
 ) -> Tensor:
     """Every row needs every component that counts.
@@ -310,7 +309,7 @@ def gae(
     offsets: Tensor,
     *,
     gamma: Gamma = 1.0,
-    lam: Annotated[float, Field(ge=0, le=1, description="0: one step; 1: the whole return.")] = 0.95,
+    lam: Annotated[float, Option(ge=0, le=1, description="0: one step; 1: the whole return.")] = 0.95,
 ) -> TokenAdvantages:
     """Tokens with mask 0 are passed over: the next token of a token is the next one with mask 1."""
     inside, (rewards, v) = _compact(mask, offsets, token_rewards, values)

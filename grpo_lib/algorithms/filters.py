@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from grpo_lib.algorithms.registry import Registry
+from grpo_lib.algorithms.registry import Option, Registry
 from grpo_lib.data.ragged import group_statistics
 
 FILTERS: Registry[Callable[..., Tensor]] = Registry(
@@ -54,7 +53,7 @@ def pf_ppo(
     seed: int,
     *,
     power: Annotated[
-        float, Field(ge=0, le=100, description="0 is plain resampling; more prefers clear verdicts.")
+        float, Option(ge=0, le=100, description="0 is plain resampling; more prefers clear verdicts.")
     ] = 2.0,
 ) -> Tensor:
     """Rows that are drawn twice count twice. All rewards 0: every row once.

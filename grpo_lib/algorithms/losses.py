@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from grpo_lib.algorithms.registry import ClipHigh, ClipLow, Registry
+from grpo_lib.algorithms.registry import ClipHigh, ClipLow, Option, Registry
 from grpo_lib.algorithms.selection import highest_covariance, random_in_covariance_band
 from grpo_lib.data.ragged import repeat_rows, segment_mean
 
-DualClip = Annotated[float, Field(gt=1, description="Bound on -ratio * advantage where A < 0; null: off.")]
+DualClip = Annotated[float, Option(gt=1, description="Bound on -ratio * advantage where A < 0; null: off.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +110,8 @@ def geo_mean(
     advantages: Tensor,
     offsets: Tensor,
     *,
-    clip_low: Annotated[float, Field(gt=0, description="The log-ratio is clipped below -clip_low.")] = 0.4,
-    clip_high: Annotated[float, Field(gt=0, description="The log-ratio is clipped above clip_high.")] = 0.4,
+    clip_low: Annotated[float, Option(gt=0, description="The log-ratio is clipped below -clip_low.")] = 0.4,
+    clip_high: Annotated[float, Option(gt=0, description="The log-ratio is clipped above clip_high.")] = 0.4,
 ) -> PolicyLoss:
     """Every token of a row has the row's value; with ``seq-mean-token-mean`` rows are averaged as in the paper."""
     x = (logprobs - old_logprobs).clamp(-20, 20)
@@ -139,7 +138,7 @@ def cispo(
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    clip_low: Annotated[float, Field(gt=0, le=1, description="The weight is at least 1 - clip_low.")] = 1.0,
+    clip_low: Annotated[float, Option(gt=0, le=1, description="The weight is at least 1 - clip_low.")] = 1.0,
     clip_high: ClipHigh = 0.28,
 ) -> PolicyLoss:
     """REINFORCE with a clipped importance weight that has no gradient."""
@@ -159,8 +158,10 @@ def sapo(
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    tau_pos: Annotated[float, Field(gt=0, description="Sharpness of the gate where A > 0.")] = 1.0,
-    tau_neg: Annotated[float, Field(gt=0, description="Sharpness where A <= 0; more than tau_pos is steadier.")] = 1.05,
+    tau_pos: Annotated[float, Option(gt=0, description="Sharpness of the gate where A > 0.")] = 1.0,
+    tau_neg: Annotated[
+        float, Option(gt=0, description="Sharpness where A <= 0; more than tau_pos is steadier.")
+    ] = 1.05,
 ) -> PolicyLoss:
     """At rho = 1 the gate's slope is 1; nothing is ever clipped."""
     log_ratio = (logprobs - old_logprobs).detach()
@@ -219,7 +220,7 @@ def kl_cov(
     advantages: Tensor,
     selected: Tensor,
     *,
-    coef: Annotated[float, Field(ge=0, description="Weight of the penalty.")] = 1.0,
+    coef: Annotated[float, Option(ge=0, description="Weight of the penalty.")] = 1.0,
 ) -> PolicyLoss:
     """The penalty holds the tokens back that lower the entropy most."""
     ratio = _ratio(logprobs, old_logprobs)
@@ -227,7 +228,7 @@ def kl_cov(
     return _unclipped(-advantages * ratio + penalty * selected, ratio)
 
 
-Cap = Annotated[float, Field(ge=1, description="Bound c on the ratio in the weight.")]
+Cap = Annotated[float, Option(ge=1, description="Bound c on the ratio in the weight.")]
 
 
 @LOSSES.register(
@@ -241,8 +242,8 @@ def dppo_tv(
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    bound_low: Annotated[float, Field(gt=0, le=1, description="Bound on the fall of pi where A < 0.")] = 0.2,
-    bound_high: Annotated[float, Field(gt=0, le=1, description="Bound on the rise of pi where A > 0.")] = 0.2,
+    bound_low: Annotated[float, Option(gt=0, le=1, description="Bound on the fall of pi where A < 0.")] = 0.2,
+    bound_high: Annotated[float, Option(gt=0, le=1, description="Bound on the rise of pi where A > 0.")] = 0.2,
     cap: Cap = 20.0,
 ) -> PolicyLoss:
     """The divergence is the total variation of "this token or another"."""
@@ -261,8 +262,8 @@ def dppo_kl(
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    bound_low: Annotated[float, Field(gt=0, description="Bound in nats where pi falls and A < 0.")] = 0.05,
-    bound_high: Annotated[float, Field(gt=0, description="Bound in nats where pi rises and A > 0.")] = 0.05,
+    bound_low: Annotated[float, Option(gt=0, description="Bound in nats where pi falls and A < 0.")] = 0.05,
+    bound_high: Annotated[float, Option(gt=0, description="Bound in nats where pi rises and A > 0.")] = 0.05,
     cap: Cap = 20.0,
 ) -> PolicyLoss:
     """Binary KL: ``p_old log(p_old/p) + (1-p_old) log((1-p_old)/(1-p))``."""
@@ -284,7 +285,7 @@ def dro(
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    beta: Annotated[float, Field(ge=0, description="Weight of the square.")] = 0.1,
+    beta: Annotated[float, Option(ge=0, description="Weight of the square.")] = 0.1,
 ) -> PolicyLoss:
     """Policy gradient with a quadratic pull to the old policy."""
     values = beta / 2 * (logprobs - old_logprobs).square() - advantages * logprobs

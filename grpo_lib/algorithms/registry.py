@@ -7,7 +7,7 @@ Positional parameters are the columns that the function wants, by name; it recei
 Keyword-only parameters are its options, with bounds and a description where ``Annotated`` gives them:
 
     @ADVANTAGES.register("half", formula="(R - mean_g) / 2", paper="ours", use="an example")
-    def half(rewards: Tensor, group_ids: Tensor, *, factor: Annotated[float, Field(gt=0)] = 0.5) -> Tensor: ...
+    def half(rewards: Tensor, group_ids: Tensor, *, factor: Annotated[float, Option(gt=0)] = 0.5) -> Tensor: ...
 """
 
 import hashlib
@@ -17,17 +17,39 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, get_type_hints
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_type_hints
 
 from grpo_lib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 F = TypeVar("F", bound=Callable[..., object])
 G = TypeVar("G", bound=Callable[..., object])
 
-ClipLow = Annotated[float, Field(gt=0, lt=1, description="The ratio is clipped below 1 - clip_low.")]
-ClipHigh = Annotated[float, Field(gt=0, le=1000, description="The ratio is clipped above 1 + clip_high.")]
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """Bounds and meaning of an option, in its ``Annotated``; pydantic's ``Field`` does as well.
+
+    The mathematics itself runs where pydantic is not installed.
+    """
+
+    description: str | None = None
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    min_length: int | None = None
+
+    def field(self) -> Any:
+        from pydantic import Field
+
+        return Field(**{name: value for name, value in vars(self).items() if value is not None})
+
+
+ClipLow = Annotated[float, Option(gt=0, lt=1, description="The ratio is clipped below 1 - clip_low.")]
+ClipHigh = Annotated[float, Option(gt=0, le=1000, description="The ratio is clipped above 1 + clip_high.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +77,17 @@ class Entry(Generic[F]):
         return columns_of(self.function)
 
     @cached_property
-    def options(self) -> type[BaseModel]:
+    def options(self) -> "type[BaseModel]":
         """The keyword-only parameters of function and helper as a pydantic model: types, bounds, defaults."""
+        from pydantic import ConfigDict, create_model
+
         fields: dict[str, Any] = {}
         for function in (self.helper, self.function) if self.helper else (self.function,):
             hints = get_type_hints(function, include_extras=True)
             for name, parameter in inspect.signature(function).parameters.items():
                 if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                     default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-                    fields[name] = (hints.get(name, Any), default)
+                    fields[name] = (_for_pydantic(hints.get(name, Any)), default)
         return create_model(self.name, __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
 
     def bind(self, options: Mapping[str, object], origin: str) -> F:
@@ -79,6 +103,8 @@ class Entry(Generic[F]):
         return partial(self.helper, **self._chosen(self.helper, options, origin)) if self.helper else None
 
     def _chosen(self, function: Callable[..., object], options: Mapping[str, object], origin: str) -> dict[str, Any]:
+        from pydantic import ValidationError
+
         try:
             values = self.options.model_validate(dict(options))
         except ValidationError as error:
@@ -95,6 +121,14 @@ class Entry(Generic[F]):
         if problem["type"] == "missing":
             return f"{origin}.{place}: {self.kind} {self.name!r} needs it"
         return f"{origin}.{place}={problem['input']!r}: {problem['msg']}"
+
+
+def _for_pydantic(hint: Any) -> Any:
+    """``Annotated[T, Option(...)]`` -> ``Annotated[T, Field(...)]``."""
+    extras = getattr(hint, "__metadata__", ())
+    if not extras:
+        return hint
+    return Annotated[(hint.__origin__, *(each.field() if isinstance(each, Option) else each for each in extras))]
 
 
 class Registry(Generic[F]):

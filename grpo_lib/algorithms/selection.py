@@ -9,8 +9,9 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
+
+from grpo_lib.algorithms.registry import Option
 
 
 def covariance(logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -29,10 +30,10 @@ def random_in_covariance_band(
     draws: Tensor,
     *,
     clip_cov_ratio: Annotated[
-        float, Field(ge=0, le=1, description="Fraction of the tokens in the band that is taken out (rounded up).")
+        float, Option(ge=0, le=1, description="Fraction of the tokens in the band that is taken out (rounded up).")
     ] = 0.01,
-    cov_low: Annotated[float, Field(description="Lower end of the band.")] = 1.0,
-    cov_high: Annotated[float, Field(description="Upper end of the band.")] = 5.0,
+    cov_low: Annotated[float, Option(description="Lower end of the band.")] = 1.0,
+    cov_high: Annotated[float, Option(description="Upper end of the band.")] = 5.0,
 ) -> Tensor:
     """``bool[N]``: of the tokens with ``cov_low < covariance < cov_high`` those with the smallest draws.
 
@@ -50,7 +51,7 @@ def highest_covariance(
     advantages: Tensor,
     *,
     kl_cov_ratio: Annotated[
-        float, Field(gt=0, le=1, description="Fraction of all tokens that gets the penalty (rounded up).")
+        float, Option(gt=0, le=1, description="Fraction of all tokens that gets the penalty (rounded up).")
     ] = 2e-3,
 ) -> Tensor:
     """``bool[N]``: the top ``kl_cov_ratio`` of the tokens by covariance, with all that tie with the last."""

@@ -70,18 +70,18 @@ def restore_trainer(trainer: Trainer, folder: Path) -> None:
         raise CorruptError(f"{folder} holds no {STATE}, so it is no checkpoint; restore it from a backup")
     state = json.loads(path.read_text())
     moments = load_tensors(folder, "optimizer")
-    trainer.load_policy(_policy_weights(trainer, folder), moments, state["optimizer_step"])
+    trainer.load_policy(_policy_weights(trainer, folder, state["dtype"]), moments, state["optimizer_step"])
     if trainer.critic is not None:
         if not has_tensors(folder, "critic"):
             raise ConfigError(f"{folder} holds no critic; restore it without the section critic")
         trainer.critic.learner.load(load_tensors(folder, "critic"), load_tensors(folder, "critic_optimizer"))
 
 
-def _policy_weights(trainer: Trainer, folder: Path) -> dict[str, Tensor]:
+def _policy_weights(trainer: Trainer, folder: Path, dtype: str) -> dict[str, Tensor]:
     if trainer.adapter is not None:
         return trainer.adapter.load(folder)
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} holds an adapter and no whole model; restore it with trainer.lora as it was")
-    if has_tensors(folder, "weights"):
+    if dtype != "float32":
         return load_tensors(folder, "weights")
     return dict(load_model(str(folder), torch.float32, "cpu").state_dict())

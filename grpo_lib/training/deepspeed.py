@@ -6,6 +6,7 @@ nothing is compiled; state is read and set by parameter name, so that any number
 
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ def import_deepspeed(device: str) -> Any:
     # Its shared-memory collectives would be compiled at start, which takes a minute and a compiler; gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
+    # It calls collectives by names of before, and would say so in the log hundreds of times.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed
 
 

@@ -1,6 +1,7 @@
 """Weights as a Hugging Face model folder, whatever backend and however many ranks hold them."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def export_model(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, 
         CorruptError: what was read back has another digest.
     """
     with torch.device("meta"):
-        twin = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+        twin = AutoModelForCausalLM.from_config(deepcopy(model.config), dtype=dtype)  # which it writes into
     converted: dict[int, Tensor] = {}  # tied weights stay one tensor
     for value in weights.values():
         converted.setdefault(value.data_ptr(), value.detach().to("cpu", dtype))

@@ -215,8 +215,8 @@ def _tile_gradient(
 ) -> Tensor:
     """``[t, v]``: gradient of ``(hidden @ weight.T)_v``; ``x``, ``y`` are the policies' logits less their largest.
 
-    ``token [v = target] + e^x_v (logprob + entropy (x_v + entropy_shift) + kl (x_v - y_v + kl_shift))``, times the slope
-    of a softcap.
+    ``token [v = target] + e^x_v (logprob + entropy (x_v + entropy_shift) + kl (x_v - y_v + kl_shift))``, times
+    the slope of a softcap.
     """
     head, targets, temperature, reference, _ = setting
     token, logprob, entropy, kl = (None if each is None else each[rows] for each in factors[:4])

@@ -3,6 +3,7 @@
 With them switched off the base model itself is there: the reference policy needs no second model.
 """
 
+import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from grpo_lib.errors import ConfigError, MissingPackageError
 
 ADAPTER = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 NAME = "default"
 
 
@@ -60,7 +62,7 @@ class Adapter:
         """The adapters' weights that ``save`` wrote.
 
         Raises:
-            ConfigError: the folder holds no adapter, or one of other layers or rank.
+            ConfigError: the folder holds no adapter, or one of other layers, rank or alpha.
         """
         path = folder / ADAPTER
         if not path.exists():
@@ -70,6 +72,9 @@ class Adapter:
         shapes = {_outside(name): value.shape for name, value in self.first.items()}
         if {name: value.shape for name, value in found.items()} != shapes:
             raise ConfigError(f"the adapter in {folder} has another rank or other targets than trainer.lora; set it so")
+        alpha, own = json.loads((folder / CONFIG).read_text())["lora_alpha"], self.adapted.peft_config[NAME].lora_alpha
+        if alpha != own:
+            raise ConfigError(f"the adapter in {folder} has trainer.lora.alpha={alpha} and not {own}; set it so")
         return {name: found[stored] for name, stored in wanted.items()}
 
 
@@ -82,7 +87,7 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: str | list[str]
 
     Raises:
         MissingPackageError: with the command that installs peft.
-        ConfigError: a target that the model does not have, or its head.
+        ConfigError: a target that the model does not have or that is no linear layer, or its head.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -101,6 +106,11 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: str | list[str]
     if model.get_output_embeddings() is not head:
         raise ConfigError(
             f"trainer.lora.targets={targets!r} names the head, which log-probs are computed from directly; leave it out"
+        )
+    odd = [name for name, layer in model.named_modules() if getattr(layer, "lora_embedding_A", None)]
+    if odd:
+        raise ConfigError(
+            f"trainer.lora.targets={targets!r}: {odd[0]} is no linear layer but an embedding; leave it out"
         )
     first = {name: p.detach().cpu().clone() for name, p in model.named_parameters() if p.requires_grad}
     return Adapter(adapted=adapted, first=first)

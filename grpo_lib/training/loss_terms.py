@@ -23,6 +23,7 @@ class Totals:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._counts: dict[str, float] = {}
+        self._shares: set[str] = set()
         self._lowest, self._highest = float("inf"), float("-inf")
 
     def add(self, name: str, values: Tensor) -> None:
@@ -31,6 +32,7 @@ class Totals:
 
     def add_share(self, name: str, value: float) -> None:
         """A micro-batch's share of a number."""
+        self._shares.add(name)
         self._add(name, value, 0)
 
     def _add(self, name: str, value: float, count: float) -> None:
@@ -48,7 +50,8 @@ class Totals:
     def add_micro_batch(self, micro: MicroBatch) -> None:
         self.add_share("trained_rows", len(micro.rows))
         self.add_share("model_tokens", micro.tokens)
-        self._add("padded_fraction", micro.computed - micro.tokens, micro.computed)
+        computed = micro.computed if len(micro.rows) else 0  # a token that stands in for no rows is no padding
+        self._add("padded_fraction", computed - micro.tokens, computed)
 
     def reduce(self, world: World) -> None:
         """Over the ranks, which all have added to the same names."""
@@ -64,7 +67,12 @@ class Totals:
         self._lowest = -lowest
 
     def metrics(self) -> dict[str, float]:
-        means = {name: total / (self._counts[name] or 1.0) for name, total in self._sums.items()}
+        """Without the means of nothing: a 0 would count in the iteration's mean."""
+        means = {
+            name: total / (self._counts[name] or 1.0)
+            for name, total in self._sums.items()
+            if self._counts[name] or name in self._shares
+        }
         if self._highest >= self._lowest:
             means |= {"ratio_min": self._lowest, "ratio_max": self._highest}
         return means

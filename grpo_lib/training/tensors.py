@@ -4,13 +4,15 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from grpo_lib.errors import CorruptError
+
 MAX_FILE_BYTES = 4 * 2**30
-TIED = "tied"
-"""In a file's metadata: names that stand for the same tensor as another."""
+TIED, FILES = "tied", "files"
+"""In each file's metadata: names that stand for the same tensor as another; how many files there are."""
 
 
 def save_tensors(named: Mapping[str, Tensor], folder: Path, stem: str, max_bytes: int = MAX_FILE_BYTES) -> None:
@@ -30,9 +32,10 @@ def save_tensors(named: Mapping[str, Tensor], folder: Path, stem: str, max_bytes
             files.append({})
             size = value.nbytes
         files[-1][name] = value.detach().cpu().contiguous()
+    metadata = {"format": "pt", TIED: json.dumps(tied), FILES: str(len(files))}
     for number, part in enumerate(files, start=1):
         suffix = "" if len(files) == 1 else f"-{number:05d}"
-        save_file(part, folder / f"{stem}{suffix}.safetensors", metadata={"format": "pt", TIED: json.dumps(tied)})
+        save_file(part, folder / f"{stem}{suffix}.safetensors", metadata=metadata)
 
 
 def has_tensors(folder: Path, stem: str) -> bool:
@@ -40,13 +43,27 @@ def has_tensors(folder: Path, stem: str) -> bool:
 
 
 def load_tensors(folder: Path, stem: str) -> dict[str, Tensor]:
-    """All that ``save_tensors`` wrote; tied ones are the same tensor again."""
+    """All that ``save_tensors`` wrote; tied ones are the same tensor again.
+
+    Raises:
+        CorruptError: a file is missing or damaged.
+    """
     found: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
-    for path in _files(folder, stem):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            tied |= json.loads((file.metadata() or {}).get(TIED, "{}"))
+    paths, expected = _files(folder, stem), 1
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                metadata = file.metadata()
+        except SafetensorError as error:
+            raise CorruptError(f"{path} is damaged ({error}); restore it from a backup") from error
+        tied |= json.loads(metadata[TIED])
+        expected = int(metadata[FILES])
+    if len(paths) != expected:
+        raise CorruptError(
+            f"{folder} holds {len(paths)} of {expected} files {stem}*.safetensors; restore it from a backup"
+        )
     return found | {name: found[other] for name, other in tied.items()}
 
 

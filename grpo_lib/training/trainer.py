@@ -192,7 +192,7 @@ class Trainer:
             norm = self.critic.step()
             metrics |= {"critic_grad_norm": norm, "critic_skipped": float(not math.isfinite(norm))}
         if batching.train_policy:
-            metrics |= self._policy_step(metrics["approx_kl"], batching.max_kl)
+            metrics |= self._policy_step(metrics.get("approx_kl", 0.0), batching.max_kl)
         return metrics
 
     def _micro_batches(self, batch: UpdateBatch, objective: Objective, batching: Batching, totals: Totals) -> Any:

@@ -23,7 +23,7 @@ VARIANTS = {
     ],
     "lora": ["trainer.lora.rank=16", "trainer.lora.alpha=32", "trainer.optimizer.lr=3e-3"],
     "kl free": [*KL, "algorithm.kl.coef=1e-9"],
-    "kl 0.1": [*KL, "algorithm.kl.coef=0.1"],
+    "kl 1": [*KL, "algorithm.kl.coef=1"],
 }
 """Changes to the demo. A coefficient of 1e-9 measures the KL and does nothing about it."""
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 from algorithms import algorithms
+from head import head
+from trainer import trainer
 
 from grpo_lib.config import CountdownData, SmallModelConfig, StoreConfig
 from grpo_lib.config_files import make_config
@@ -99,6 +101,8 @@ def main() -> None:
     torch.set_num_threads(1)
     generation()
     commits()
+    trainer()
+    head()
     algorithms()
     print("seconds an iteration outside stage bodies: `make demo`, then `grpo show RUN`")
 

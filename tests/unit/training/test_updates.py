@@ -19,6 +19,7 @@ from grpo_lib.storage.keys import ConfigView, StageSpec, stage_key
 from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.stages import ArtifactRef, StageStore
 from grpo_lib.training.base import Batching, KlTerm, Objective, StepMetrics, UpdateBatch
+from grpo_lib.training.scoring import Progress
 from grpo_lib.training.updates import UPDATE, objective, run_update, update_batch, update_summary, update_table
 
 Commit = Callable[..., ArtifactRef]
@@ -190,7 +191,9 @@ class Recorder:
 
     calls: list[tuple[UpdateBatch, Objective, Batching]] = field(default_factory=list)
 
-    def update(self, batch: UpdateBatch, objective: Objective, batching: Batching) -> list[StepMetrics]:
+    def update(
+        self, batch: UpdateBatch, objective: Objective, batching: Batching, on_progress: Progress | None
+    ) -> list[StepMetrics]:
         self.calls.append((batch, objective, batching))
         return []
 
@@ -208,6 +211,20 @@ def test_an_update_is_cut_as_the_configuration_says_and_shuffled_by_its_iteratio
     assert (third.epochs, third.mini_batch_groups, third.max_tokens, third.max_skipped) == (2, 4, 500, 1)
     assert (third.seed, fourth.seed) == (derive_seed(7, "update", 3), derive_seed(7, "update", 4))
     assert batch.group_ids.tolist() == [40, 40, 41]
+    assert (third.max_kl, third.train_policy) == (None, True)
+
+
+def test_a_bound_on_the_kl_and_the_critic_s_warm_up_come_from_the_configuration(
+    stages: StageStore, inputs: list[ArtifactRef]
+) -> None:
+    config = config_of(
+        "algorithm.advantage=gae", "critic={warmup_iterations: 2}", "trainer.max_kl=0.5", "trainer.epochs=2"
+    )
+    recorder: Any = Recorder()
+    for iteration in range(4):
+        run_update(recorder, stages, inputs, ConfigView(config, UPDATE), iteration)
+    assert [batching.train_policy for _, _, batching in recorder.calls] == [False, False, True, True]
+    assert {batching.max_kl for _, _, batching in recorder.calls} == {0.5}
 
 
 def objective_of(*overrides: str) -> Objective:
@@ -314,4 +331,19 @@ def test_the_summary_takes_means_extremes_sums_and_the_last_rate_and_only_finite
         "skipped": 2.0,
         "lr": 0.3,
         "kl": 0.5,
+    }
+
+
+def test_the_summary_counts_what_is_counted_and_adds_up_work() -> None:
+    values = [
+        {"stopped_early": 0.0, "critic_skipped": 1.0, "model_tokens": 10.0, "model_tflop": 0.5, "entropy": 2.0},
+        {"stopped_early": 1.0, "critic_skipped": 1.0, "model_tokens": 30.0, "model_tflop": 1.5, "entropy": 1.0},
+    ]
+    made = [StepMetrics(optimizer_step=1, epoch=0, rows=4, tokens=10, values=each) for each in values]
+    assert update_summary(made) == {
+        "stopped_early": 1.0,
+        "critic_skipped": 2.0,
+        "model_tokens": 40.0,
+        "model_tflop": 2.0,
+        "entropy": 1.5,
     }
