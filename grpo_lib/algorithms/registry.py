@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from grpo_lib.errors import ConfigError
 
@@ -124,11 +125,14 @@ class Entry(Generic[F]):
 
 
 def _for_pydantic(hint: Any) -> Any:
-    """``Annotated[T, Option(...)]`` -> ``Annotated[T, Field(...)]``."""
-    extras = getattr(hint, "__metadata__", ())
-    if not extras:
+    """``Annotated[T, Option(...)]`` -> ``Annotated[T, Field(...)]``, in a union too."""
+    if get_origin(hint) in (Union, UnionType):
+        return Union[tuple(_for_pydantic(each) for each in get_args(hint))]  # noqa: UP007
+    if get_origin(hint) is not Annotated:
         return hint
-    return Annotated[(hint.__origin__, *(each.field() if isinstance(each, Option) else each for each in extras))]
+    inside, *extras = get_args(hint)
+    fields = [each.field() if isinstance(each, Option) else each for each in extras]
+    return Annotated[(_for_pydantic(inside), *fields)]
 
 
 class Registry(Generic[F]):

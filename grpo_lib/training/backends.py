@@ -133,11 +133,12 @@ def make_reference_for(trainer: Trainer, settings: "TrainerConfig", dtype: torch
     Args:
         load: gives its model; None: it is the trainer's with the adapters off.
     """
+    zero3 = settings.backend == "deepspeed" and settings.deepspeed.stage == 3
     if load is None:
         assert trainer.adapter is not None, "without adapters the reference is a model of its own"
-        policy = trainer.policy
+        policy, off = trainer.policy, trainer.adapter.off
         return Reference(
-            module=policy.module, model=trainer.model, gathered=policy.gathered, switched=trainer.adapter.off
+            module=policy.module, model=trainer.model, gathered=policy.gathered, passing=zero3, switched=off
         )
     model, autocast = load(), None if dtype == torch.float32 else dtype
     check_head(model)
@@ -148,10 +149,11 @@ def make_reference_for(trainer: Trainer, settings: "TrainerConfig", dtype: torch
 
         module = shard(module, trainer.world, autocast)
         return Reference(module=module, model=model, gathered=partial(unsharded, module))
-    if settings.backend == "deepspeed" and settings.deepspeed.stage == 3:
+    if zero3:
         from grpo_lib.training.deepspeed import gathered_head, shard_frozen
 
-        return Reference(module=shard_frozen(module), model=model, gathered=partial(gathered_head, model))
+        gathered = partial(gathered_head, model)
+        return Reference(module=shard_frozen(module), model=model, gathered=gathered, passing=True)
     return Reference(module=module.to(trainer.world.device), model=model)
 
 

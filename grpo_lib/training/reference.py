@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ class Reference:
     """The Transformers model inside."""
     gathered: Callable[[], AbstractContextManager[Any]] = nullcontext
     """While open, the weights of the head are whole."""
+    passing: bool = False
+    """They are so only until the next forward pass, so the head is copied."""
     switched: Callable[[], AbstractContextManager[Any]] = nullcontext
     """While open, the module is the reference."""
 
@@ -35,4 +37,10 @@ class Reference:
     def head(self) -> Iterator[Head]:
         """Its head, whole while open: through the backward pass too."""
         with self.gathered():
-            yield head_of(self.model)
+            head = head_of(self.model)
+            if not self.passing:
+                yield head
+                return
+            bias = None if head.bias is None else head.bias.detach().clone()
+            head = replace(head, weight=head.weight.detach().clone(), bias=bias)
+        yield head

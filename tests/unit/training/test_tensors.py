@@ -26,7 +26,7 @@ def some_tensors() -> dict[str, Tensor]:
     ("max_bytes", "files"),
     [
         (10_000, ["x.safetensors"]),
-        (70, [f"x-0000{number}.safetensors" for number in (1, 2, 3)]),  # 40 + 24; 8; 80 is too much, and alone
+        (70, [f"x-0000{number}.safetensors" for number in (1, 2, 3, 4)]),  # 40 + 24; 8; 80, too much; 0
         (1, [f"x-0000{number}.safetensors" for number in (1, 2, 3, 4, 5)]),
     ],
 )
