@@ -1,9 +1,11 @@
 """The reference policy where it is not simply the one that the run starts from: another model, or one that follows."""
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from grpo_lib.models import load_model
 from grpo_lib.storage.keys import StageSpec
@@ -29,16 +31,21 @@ def reference_model(stage: Stage) -> ArtifactRef:
 def reference(stage: Stage, policy: ArtifactRef, initial: ArtifactRef, before: ArtifactRef | None) -> ArtifactRef:
     """Moves the reference towards the policy: ``decay * before + (1 - decay) * policy``; its weights in float32."""
     workers, decay = stage.workers(policy), stage.config.reference.decay
-    with workers.trainer_at(policy) as trainer:
-        weights = {name: value.clone() for name, value in trainer.weights().items()}
-    with tempfile.TemporaryDirectory(prefix="grpo-reference-") as name:
-        folder = Path(name)
-        model = workers.reference_model(before)
-        if decay:
-            old = model.state_dict()
-            weights = {name: torch.lerp(value, old[name].to(value), decay) for name, value in weights.items()}
-        export_model(model, weights, torch.float32, folder)
-        for path in sorted(folder.iterdir()):
+    model = workers.reference_model(before)
+    with tempfile.TemporaryDirectory(prefix="grpo-reference-") as name, workers.trainer_at(policy) as trainer:
+        weights = moved(model.state_dict(), trainer.weights(), decay) if decay else trainer.weights()
+        digest = export_model(model, weights, torch.float32, Path(name))
+        for path in sorted(Path(name).iterdir()):
             stage.write_file(path.name, path)
-    summary = {"policy_digest": weights_digest(weights), "policy_version": stage.summary(policy)["policy_version"]}
-    return stage.commit(rows=0, summary=summary)
+    return stage.commit(
+        rows=0, summary={"policy_digest": digest, "policy_version": stage.summary(policy)["policy_version"]}
+    )
+
+
+def moved(before: Mapping[str, Tensor], policy: Mapping[str, Tensor], decay: float) -> dict[str, Tensor]:
+    """``decay * before + (1 - decay) * policy``; tied weights stay one tensor."""
+    found: dict[int, Tensor] = {}
+    for name, value in policy.items():
+        if value.data_ptr() not in found:
+            found[value.data_ptr()] = torch.lerp(value.cpu(), before[name].to(value.dtype), decay)
+    return {name: found[value.data_ptr()] for name, value in policy.items()}

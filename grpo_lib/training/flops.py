@@ -1,5 +1,6 @@
 """Floating-point operations of an update, for model FLOPs utilisation (Chowdhery et al., 2022, appendix B)."""
 
+import re
 from typing import Any
 
 from torch import Tensor
@@ -7,6 +8,7 @@ from torch import Tensor
 PEAK_TFLOPS = {
     "B200": 2250,
     "H200": 989,
+    "GH200": 989,
     "H100 PCIe": 756,
     "H100": 989,
     "A100": 312,
@@ -15,7 +17,7 @@ PEAK_TFLOPS = {
     "RTX 4090": 165,
     "A10": 125,
 }
-"""Dense bfloat16 operations a second, in 10^12, by a part of the device's name; vendors' figures."""
+"""Dense bfloat16 operations a second, in 10^12, by words of the device's name; vendors' figures."""
 
 
 class FlopCounter:
@@ -47,4 +49,5 @@ class FlopCounter:
 
 def peak_tflops(device_name: str) -> float | None:
     """Of a device by its name; None: not known."""
-    return next((float(value) for part, value in PEAK_TFLOPS.items() if part in device_name), None)
+    found = (float(value) for part, value in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", device_name))
+    return next(found, None)  # of a whole word: an L40 is no L4, an RTX A1000 no A100

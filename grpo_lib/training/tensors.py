@@ -11,8 +11,9 @@ from torch import Tensor
 from grpo_lib.errors import CorruptError
 
 MAX_FILE_BYTES = 4 * 2**30
-TIED, FILES = "tied", "files"
-"""In each file's metadata: names that stand for the same tensor as another; how many files there are."""
+ABOUT, TIED, FILES = "about", "tied", "files"
+"""In each file's metadata: names that stand for the same tensor as another; how many files there are. They are JSON
+under one name, because safetensors writes several in any order, and equal tensors shall be equal files."""
 
 
 def save_tensors(named: Mapping[str, Tensor], folder: Path, stem: str, max_bytes: int = MAX_FILE_BYTES) -> None:
@@ -32,7 +33,7 @@ def save_tensors(named: Mapping[str, Tensor], folder: Path, stem: str, max_bytes
             files.append({})
             size = value.nbytes
         files[-1][name] = value.detach().cpu().contiguous()
-    metadata = {"format": "pt", TIED: json.dumps(tied), FILES: str(len(files))}
+    metadata = {ABOUT: json.dumps({TIED: tied, FILES: len(files)})}
     for number, part in enumerate(files, start=1):
         suffix = "" if len(files) == 1 else f"-{number:05d}"
         save_file(part, folder / f"{stem}{suffix}.safetensors", metadata=metadata)
@@ -55,11 +56,11 @@ def load_tensors(folder: Path, stem: str) -> dict[str, Tensor]:
         try:
             with safe_open(path, framework="pt") as file:
                 found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                metadata = file.metadata()
+                about = json.loads(file.metadata()[ABOUT])
         except SafetensorError as error:
             raise CorruptError(f"{path} is damaged ({error}); restore it from a backup") from error
-        tied |= json.loads(metadata[TIED])
-        expected = int(metadata[FILES])
+        tied |= about[TIED]
+        expected = about[FILES]
     if len(paths) != expected:
         raise CorruptError(
             f"{folder} holds {len(paths)} of {expected} files {stem}*.safetensors; restore it from a backup"

@@ -22,9 +22,11 @@ def of(manifests: list[Manifest], stage: str, iteration: int | None = None) -> l
 
 
 def fresh_process() -> None:
-    """What a new process would not know: the warm engines."""
+    """What a new process would not have: the warm engines, and their ranks."""
     from grpo_lib.placement import local
     from tasks.dataset import split
 
+    for each in local._current.values():
+        each.close()
     local._current.clear()
     split.cache_clear()

@@ -92,8 +92,8 @@ def test_a_policy_between_checkpoints_is_replayed_from_committed_data(tiny: Tiny
     run = Run(config)
     ref = updates[1].to_ref(reused=True)
     with workers(run, ref).trainer_at(ref) as trainer:
-        assert trainer.digest() == updates[1].summary["policy_digest"]
-        assert trainer.optimizer_step == 2
+        assert trainer.digests() == (updates[1].summary["policy_digest"], None)
+        assert trainer.trainer.optimizer_step == 2
 
 
 READ_AGAIN = {
@@ -311,7 +311,7 @@ def test_a_run_that_starts_from_a_checkpoint_folder_starts_with_a_fresh_optimize
         pass
     pool.forget()
     with pool.trainer_at(first) as trainer:
-        assert trainer.optimizer_step == 1
+        assert trainer.trainer.optimizer_step == 1
 
 
 def test_a_store_that_fails_once_at_a_commit_is_tried_again_and_changes_nothing(

@@ -113,7 +113,7 @@ def score(case: Case, backend: Mapping[str, Any], world: World, folder: Path) ->
 
 def _trainer(case: Case, backend: Mapping[str, Any], world: World) -> Trainer:
     # With its usual eps AdamW makes steps of lr out of rounding errors, where the gradient is 0 in exact arithmetic.
-    optimizer = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1, "max_grad_norm": 0.5, "schedule": "linear"}
+    optimizer = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "max_grad_norm": 0.5, "schedule": "linear"}
     chosen = {"max_tokens": case.max_tokens, "layout": case.layout, "gradient_checkpointing": case.recompute}
     settings = TrainerConfig.model_validate(
         chosen | {"optimizer": optimizer, "lora": {"rank": 2} if case.lora else None} | dict(backend)

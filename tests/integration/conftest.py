@@ -35,7 +35,8 @@ class Backend:
 
     def __str__(self) -> str:
         stage = "" if self.stage is None else f"-zero{self.stage}"
-        return f"{self.name}{stage}-x{self.ranks}"
+        offload = "".join(f"-{each}" for each in self.offload)
+        return f"{self.name}{stage}{offload}-x{self.ranks}"
 
 
 @dataclass(frozen=True, kw_only=True)

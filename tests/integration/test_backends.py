@@ -1,5 +1,6 @@
 """Every backend with any number of ranks computes what `torch` computes in one process."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from grpo_lib.algorithms.aggregation import AGGREGATIONS
+from grpo_lib.errors import MissingPackageError
+from grpo_lib.training.deepspeed import import_deepspeed
 from grpo_lib.training.microbatches import plan
 from tests.integration.cases import Case, update_batch
 from tests.integration.conftest import Backend, Bench, Trained
@@ -17,7 +20,10 @@ ZERO = {(stage, ranks): Backend(name="deepspeed", stage=stage, ranks=ranks) for 
 ALL = [FSDP2, *ZERO.values()]
 SHARDED = [FSDP2, ZERO[2, 2], ZERO[3, 2]]
 WHOLE, THIRDS, SEVENTHS = 1000, 54, 22
-OF_THE_CUT = ("padded_fraction",)
+OF_THE_CUT = {"padded_fraction"}
+
+
+pytestmark = pytest.mark.slow
 
 
 def by_name(backends: Sequence[Backend]) -> pytest.MarkDecorator:
@@ -29,7 +35,7 @@ def check_same(found: Trained, expected: Trained) -> None:
     assert len(found.steps) == len(expected.steps) > 0
     for number, (step, wanted) in enumerate(zip(found.steps, expected.steps, strict=True)):
         assert step.keys() == wanted.keys()
-        for name in step.keys() - set(OF_THE_CUT):
+        for name in step.keys() - OF_THE_CUT:
             assert step[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-6, nan_ok=True), f"{name}, {number}"
     ours, theirs = found.tensors(), expected.tensors()
     assert ours.keys() == theirs.keys() and any("moments" in name for name in ours)
@@ -72,9 +78,9 @@ def test_other_architectures(bench: Bench, backend: Backend, architecture: str) 
 
 
 CASES = {
-    "packed rows": Case(epochs=3, max_tokens=40, layout="packed"),
-    "a rank without rows": Case(rows=1, epochs=3),
-    "a rank with an empty micro-batch at the end": Case(rows=3, epochs=3, max_tokens=18, kl="none"),
+    "packed rows": Case(epochs=2, max_tokens=40, layout="packed"),
+    "a rank without rows": Case(rows=1, epochs=2),
+    "a rank with an empty micro-batch at the end": Case(rows=3, epochs=2, max_tokens=18, kl="none"),
     "mini-batches of one group": Case(groups=1, iterations=2),
     "no rank with a row": Case(iterations=3, silent=1, kl="none"),
     "a loss that chooses tokens at random": Case(
@@ -83,14 +89,14 @@ CASES = {
     "a loss that chooses tokens by covariance": Case(
         loss="kl_cov", options=(("kl_cov_ratio", 0.2),), iterations=2, groups=3, max_tokens=THIRDS, kl="none"
     ),
-    "an exact kl": Case(kl="exact", epochs=3, max_tokens=THIRDS),
-    "an exact kl with untied head": Case(architecture="llama", kl="exact", epochs=3, max_tokens=THIRDS),
+    "an exact kl": Case(kl="exact", epochs=2, max_tokens=THIRDS),
+    "an exact kl with untied head": Case(architecture="llama", kl="exact", epochs=2, max_tokens=THIRDS),
     "an exact kl of few rows": Case(kl="exact", rows=1, epochs=2),
-    "adapters": Case(lora=True, epochs=3, max_tokens=THIRDS),
-    "adapters of transposed layers": Case(architecture="gpt2", lora=True, epochs=3, max_tokens=THIRDS),
-    "adapters and the exact kl to the model without": Case(lora=True, kl="exact", epochs=3, max_tokens=THIRDS),
+    "adapters": Case(lora=True, epochs=2, max_tokens=THIRDS),
+    "adapters of transposed layers": Case(architecture="gpt2", lora=True, epochs=2, max_tokens=THIRDS),
+    "adapters and the exact kl to the model without": Case(lora=True, kl="exact", epochs=2, max_tokens=THIRDS),
     "a critic": Case(critic=True, iterations=3, max_tokens=THIRDS),
-    "recomputed layers": Case(recompute=True, epochs=3, max_tokens=THIRDS),
+    "recomputed layers": Case(recompute=True, epochs=2, max_tokens=THIRDS),
     "everything at once": Case(
         lora=True, kl="exact", critic=True, recompute=True, layout="packed", iterations=3, groups=3, max_tokens=40
     ),
@@ -131,3 +137,9 @@ def test_scores(bench: Bench, backend: Backend, lora: bool) -> None:
 def test_offloaded_state(bench: Bench, backend: Backend) -> None:
     for case in (Case(iterations=3, broken=1, groups=3, max_tokens=THIRDS), Case(iterations=3, stopped=1, groups=3)):
         check_same(bench.train(case, backend), bench.torch(case))
+
+
+def test_a_missing_deepspeed_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'grpo-pipeline\[deepspeed\]'"):
+        import_deepspeed("cpu")

@@ -49,6 +49,14 @@ def test_a_tied_tensor_is_written_once(tmp_path: Path) -> None:
     assert_same(found, {"a": large, "b": large, "c": torch.ones(10)})
 
 
+def test_equal_tensors_are_equal_files(tmp_path: Path) -> None:
+    written = set()
+    for _ in range(10):
+        save_tensors(some_tensors(), tmp_path, "x")
+        written.add((tmp_path / "x.safetensors").read_bytes())
+    assert len(written) == 1
+
+
 def test_what_was_not_saved_is_not_there(tmp_path: Path) -> None:
     save_tensors({}, tmp_path, "nothing")
     assert has_tensors(tmp_path, "nothing") and load_tensors(tmp_path, "nothing") == {}

@@ -12,20 +12,26 @@ from grpo_lib.algorithms.losses import reinforce
 from grpo_lib.data.ragged import segment_sum
 from grpo_lib.errors import ConfigError, NonFiniteError
 from grpo_lib.training import trainer as trainer_module
-from grpo_lib.training.base import KlTerm, StepMetrics
+from grpo_lib.training.base import KlTerm, StepMetrics, UpdateBatch
+from grpo_lib.training.flops import FlopCounter
 from grpo_lib.training.learner import TorchLearner
+from grpo_lib.training.updates import update_summary
 from tests.tiny_models import tiny_model
 from tests.unit.training.test_logprobs import logits_one_row_at_a_time
 from tests.unit.training.trainers import (
     BATCHING,
+    EXACT_KL,
     KL,
+    LORA,
     ROWS,
+    assert_same,
     gradients,
     make_batch,
     make_objective,
     make_trainer,
     only_group,
     parameters,
+    state,
     with_infinite_advantages,
 )
 
@@ -307,3 +313,118 @@ def test_the_first_step_of_adamw_moves_by_the_learning_rate() -> None:
         moved = before[name] - parameters(trainer)[name]
         clear = gradient.abs() > 1e-6
         torch.testing.assert_close(moved[clear], 0.002 * gradient[clear].sign(), rtol=1e-3, atol=1e-6)
+
+
+# --- what ends early, and what learns alone ---------------------------------------------------------------------------
+
+CRITIC = {"lr": 1e-2, "value_clip": None}
+
+
+def moving_away(critic: bool = False) -> UpdateBatch:
+    """Every token becomes less likely from step to step, so that the distance to the old policy grows."""
+    batch = make_batch(1, noise=0.0, values=critic)
+    return replace(batch, advantages=batch.advantages.with_values(-torch.ones_like(batch.advantages.values)))
+
+
+@pytest.mark.parametrize("settings", [{}, LORA], ids=["plain", "LoRA"])
+def test_a_step_beyond_the_bound_on_the_kl_is_not_taken_and_ends_the_iteration(settings: dict[str, Any]) -> None:
+    batch, objective, batching = moving_away(), make_objective(policy_loss=reinforce), replace(BATCHING, epochs=5)
+    options: dict[str, Any] = {"settings": settings, "lr": 1e-2}
+    free = [step.values["approx_kl"] for step in make_trainer(**options).update(batch, objective, batching)]
+    assert free[0] == pytest.approx(0.0, abs=1e-6) and sorted(free) == free and free[2] > 1.5 * free[1] > 0.001
+    stopped, expected = make_trainer(**options), make_trainer(**options)
+    bounded = replace(batching, max_kl=(free[1] + free[2]) / 2)
+    steps = stopped.update(batch, objective, bounded)
+    expected.update(batch, objective, replace(batching, epochs=2))
+    assert [step.values["stopped_early"] for step in steps] == [0.0, 0.0, 1.0]
+    assert [step.optimizer_step for step in steps] == [1, 2, 2]
+    assert [step.values["approx_kl"] for step in steps] == pytest.approx(free[:3], rel=1e-5)
+    assert ["grad_norm" in step.values for step in steps] == [True, True, False]
+    assert_same(state(stopped), state(expected))
+    for trainer in (stopped, expected):  # and nothing of its gradient is left
+        trainer.update(make_batch(2), make_objective(), BATCHING)
+    assert_same(state(stopped), state(expected))
+
+
+def test_every_mini_batch_is_held_to_the_bound() -> None:
+    batch, objective = moving_away(), make_objective(policy_loss=reinforce)
+    batching = replace(BATCHING, mini_batch_groups=1, epochs=3, max_kl=1e-9)
+    steps = make_trainer().update(batch, objective, batching)
+    assert len(steps) < 12 and [step.values["stopped_early"] for step in steps] == [0.0] * (len(steps) - 1) + [1.0]
+
+
+def test_without_a_bound_an_iteration_goes_on_and_says_nothing_of_stopping() -> None:
+    trainer = make_trainer(lr=0.05)
+    objective = make_objective(policy_loss=reinforce)
+    steps = trainer.update(moving_away(), objective, replace(BATCHING, epochs=5))
+    assert (len(steps), trainer.optimizer_step) == (5, 5) and steps[-1].values["approx_kl"] > 1
+    assert not any("stopped_early" in step.values for step in steps)
+
+
+def test_progress_tells_steps_done_and_tokens() -> None:
+    batch, seen = moving_away(), []
+    count = int(batch.mask.values.sum())
+    make_trainer().update(batch, make_objective(), replace(BATCHING, epochs=2), lambda *numbers: seen.append(numbers))
+    assert seen == [(1, 2, count), (2, 2, 2 * count)]
+
+
+@pytest.mark.parametrize("settings", [{}, LORA], ids=["plain", "LoRA"])
+def test_while_the_critic_warms_up_the_policy_stays_bit_for_bit(settings: dict[str, Any]) -> None:
+    batch = make_batch(1, values=True)
+    trainer, fresh = (make_trainer(settings=settings, critic=CRITIC) for _ in range(2))
+    for each in (trainer, fresh):
+        each.update(batch, make_objective(), BATCHING)  # so that there are moments
+    before = state(trainer)
+    warm_up = replace(BATCHING, epochs=4, train_policy=False, max_kl=1e-9)
+    steps = trainer.update(batch, make_objective(kl=EXACT_KL, entropy_coef=0.1), warm_up)
+    after = state(trainer)
+    assert after[0] == before[0] == 1 and [step.optimizer_step for step in steps] == [1] * 4
+    assert_same(after[1], before[1])
+    errors = [step.values["value_error"] for step in steps]
+    assert errors[-1] < 0.9 * errors[0] and sorted(errors, reverse=True) == errors
+    assert not {"loss", "entropy", "grad_norm", "lr", "model_tflop", "stopped_early"} & steps[0].values.keys()
+    # The critic learns what it learns beside a policy, and the policy goes on as if nothing had been.
+    fresh.update(batch, make_objective(), replace(BATCHING, epochs=4))
+    assert_same(state(trainer)[2], state(fresh)[2])
+    for each in (trainer, fresh):
+        each.policy.load(before[1][0], before[1][1])
+        each.optimizer_step = 1
+        each.update(make_batch(2, values=True), make_objective(), BATCHING)
+    assert_same(state(trainer), state(fresh))
+
+
+def test_a_loss_that_chooses_tokens_is_not_asked_while_the_critic_warms_up() -> None:
+    def select(logprobs: Tensor, advantages: Tensor) -> Tensor:
+        raise AssertionError("nobody needs it")
+
+    objective = make_objective(select=select)
+    trainer = make_trainer(critic=CRITIC)
+    (step,) = trainer.update(make_batch(1, values=True), objective, replace(BATCHING, train_policy=False))
+    assert step.values["critic_grad_norm"] > 0
+
+
+# --- numbers of a step ------------------------------------------------------------------------------------------------
+
+
+def test_work_is_counted_without_padding() -> None:
+    batch = make_batch(2, ref=True)
+    for layout, max_tokens in (("packed", 30), ("padded", 30), ("padded", 10_000)):
+        trainer = make_trainer(settings={"layout": layout})
+        objective = make_objective(kl=KlTerm(coef=0.1, estimator=k2))
+        (step,) = trainer.update(batch, objective, replace(BATCHING, max_tokens=max_tokens))
+        filled = segment_sum(batch.mask.values.long(), batch.mask.offsets) > 0
+        lengths = (batch.sequences.prompts.lengths + batch.sequences.responses.lengths)[filled]
+        predicted = int(batch.sequences.responses.lengths[filled].sum())
+        assert step.values["model_tokens"] == int(lengths.sum())
+        assert step.values["model_tflop"] == pytest.approx(FlopCounter(tiny_model()).count(lengths, predicted) / 1e12)
+        assert (step.values["padded_fraction"] == 0) == (layout == "packed")
+
+
+def test_a_step_of_no_rows_says_nothing_of_tokens() -> None:
+    """An entropy of 0 would count in the iteration's mean."""
+    trainer = make_trainer()
+    steps = trainer.update(make_batch(5), make_objective(), replace(BATCHING, mini_batch_groups=1))
+    (silent,) = [step for step in steps if step.values["trained_rows"] == 0]  # group 3
+    assert set(silent.values) == {"loss", "trained_rows", "model_tokens", "model_tflop", "grad_norm", "lr", "skipped"}
+    assert silent.values["model_tokens"] == silent.values["model_tflop"] == 0.0
+    assert update_summary(steps)["entropy"] > 1
