@@ -146,6 +146,11 @@ def _load(what: str, path: str, read: Callable[[], Loaded]) -> Loaded:
         raise ModelError(f"{path!r} is a file; model.path takes a folder that save_pretrained wrote, or a hub name")
     if place.is_absolute() and not place.exists():
         raise ModelError(f"there is no folder {path!r}; model.path takes a folder that save_pretrained wrote")
+    if what == "model" and (place / "adapter_config.json").is_file():
+        raise ModelError(
+            f"the folder {path!r} holds adapters (LoRA), which are no model of their own; `grpo export` writes one "
+            "that has them merged"
+        )
     needed = "config.json" if what == "model" else "tokenizer_config.json or tokenizer.json"
     if place.is_dir() and not any((place / name).is_file() for name in needed.split(" or ")):
         raise ModelError(f"the folder {path!r} has no {needed}, so it holds no {what}: write it with save_pretrained")

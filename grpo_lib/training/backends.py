@@ -11,8 +11,8 @@ from grpo_lib.errors import ModelError
 from grpo_lib.training.attention import check_packing, use_packed_attention
 from grpo_lib.training.critic import Critic
 from grpo_lib.training.flops import FlopCounter
+from grpo_lib.training.heads import check_head
 from grpo_lib.training.learner import AdamWSettings, Learner, TorchLearner
-from grpo_lib.training.logprobs import check_head
 from grpo_lib.training.lora import add_adapter
 from grpo_lib.training.microbatches import Layout
 from grpo_lib.training.modules import PolicyModule, ValueModule, recompute_layers

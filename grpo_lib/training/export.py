@@ -35,8 +35,9 @@ def export_model(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, 
     state = {name: converted[value.data_ptr()] for name, value in weights.items()}
     twin.load_state_dict(state, strict=True, assign=True)
     twin.tie_weights()
-    twin.generation_config = model.generation_config
     twin.save_pretrained(folder, max_shard_size="4GB")
+    if model.generation_config is not None:  # as it is: Transformers refuses to write some that it reads
+        (folder / "generation_config.json").write_text(model.generation_config.to_json_string())
     expected, found = (weights_digest(each) for each in (state, load_model(str(folder), dtype, "cpu").state_dict()))
     if found != expected:
         raise CorruptError(

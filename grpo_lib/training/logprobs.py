@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo_lib.errors import ModelError
-
 TILE_VALUES = 2**20
 """Logits of a tile on a CPU: 4 MiB in float32 stay in its cache. On a GPU 32 times as many, for fewer launches."""
 
@@ -91,9 +89,9 @@ class _TokenScores(torch.autograd.Function):
         every_row, every_column = _tiles(hidden, weight)
         with torch.autocast(hidden.device.type, enabled=False):
             for columns, rows in product(every_column, every_row):
-                logits, gap = _tile(hidden, head, temperature, rows, columns), None
+                logits, gap = tile_logits(hidden, head, temperature, rows, columns), None
                 if reference is not None:
-                    ref_logits = _tile(*reference, temperature, rows, columns)
+                    ref_logits = tile_logits(*reference, temperature, rows, columns)
                     gap = logits - ref_logits
                     other.add(ref_logits, targets, rows, columns)
                 policy.add(logits, targets, rows, columns, gap, squares)
@@ -220,13 +218,13 @@ def _tile_gradient(
     """
     head, targets, temperature, reference, _ = setting
     token, logprob, entropy, kl = (None if each is None else each[rows] for each in factors[:4])
-    x = _tile(hidden, head, temperature, rows, columns)
+    x = tile_logits(hidden, head, temperature, rows, columns)
     slope = None if head.softcap is None else 1 - (x * (temperature / head.softcap)).square_()
     x.sub_(tops[0][rows, None])
     result = x.clamp(min=-70).exp_()  # 1e-31 is nothing here, and denormal numbers slow a CPU's products tenfold
     terms = []
     if kl is not None and reference is not None:
-        y = _tile(*reference, temperature, rows, columns).sub_(tops[1][rows, None])
+        y = tile_logits(*reference, temperature, rows, columns).sub_(tops[1][rows, None])
         terms.append(torch.sub(x, y, out=y).add_(factors.kl_shift[rows]).mul_(kl))
     if entropy is not None:
         terms.append(x.add_(factors.entropy_shift[rows]).mul_(entropy))
@@ -251,7 +249,7 @@ def _tiles(hidden: Tensor, weight: Tensor) -> tuple[list[slice], list[slice]]:
     return rows, [slice(i, min(i + v, len(weight))) for i in range(0, len(weight), v)]
 
 
-def _tile(hidden: Tensor, head: Head, temperature: float, rows: slice, columns: slice) -> Tensor:
+def tile_logits(hidden: Tensor, head: Head, temperature: float, rows: slice, columns: slice) -> Tensor:
     """``[t, v]``: logits over the temperature."""
     scale = head.multiplier / (head.softcap or temperature)
     tile = _product(hidden[rows], head.weight[columns].T, hidden, scale)
@@ -276,57 +274,3 @@ def _place(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 
 def _dtype(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
-
-
-# --- heads of Transformers models -------------------------------------------------------------------------------------
-
-MULTIPLIERS = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1, "logits_scaling": -1}
-"""Settings by which Cohere, Falcon-H1, MuseGlimmer multiply and Granite divides (HyperCLOVAX multiplies)."""
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Gemma and others, RecurrentGemma, xLSTM."""
-
-
-def head_of(model: Any) -> Head:
-    """Of a Transformers causal LM, from its output embeddings and its config; ``check_head`` tells whether it is so."""
-    config, output = model.config.get_text_config(), model.get_output_embeddings()
-    multiplier = 1.0
-    for name, power in MULTIPLIERS.items():
-        value = getattr(config, name, None)
-        if isinstance(value, int | float):
-            multiplier *= value ** (1 if config.model_type.startswith("hyperclovax") else power)
-    softcap = next((value for name in SOFTCAPS if (value := getattr(config, name, None)) is not None), None)
-    return Head(weight=output.weight, bias=getattr(output, "bias", None), multiplier=multiplier, softcap=softcap)
-
-
-@torch.no_grad()
-def check_head(model: Any) -> None:
-    """Compares logits made by ``head_of`` with the model's own, also where they are large and a softcap shows.
-
-    Raises:
-        ModelError: the model makes them in another way.
-    """
-    head, seen = head_of(model), []
-
-    def stretch(_module: Any, _inputs: Any, output: Any) -> Any:
-        hidden = output.last_hidden_state.clone()
-        hidden[1] *= 100 / (hidden[1] @ head.weight.T * head.multiplier).abs().max()
-        seen.append(hidden)
-        output.last_hidden_state = hidden
-        return output
-
-    ids = torch.randint(len(head.weight), (2, 8), generator=torch.Generator().manual_seed(0))
-    hook = model.base_model.register_forward_hook(stretch)
-    try:
-        logits = model(input_ids=ids.to(head.weight.device), use_cache=False).logits.flatten(0, 1)
-    finally:
-        hook.remove()
-    ours = _tile(seen[0].flatten(0, 1), head, 1.0, slice(None), slice(None))
-    tolerance = max(1e-3, 4 * torch.finfo(logits.dtype).eps)
-    alike = logits.shape == ours.shape and all(
-        bool((a - b).abs().max() <= tolerance * b.abs().max()) for a, b in zip(ours, logits.to(ours.dtype), strict=True)
-    )
-    if not alike:
-        raise ModelError(
-            f"{type(model).__name__} makes its logits from the final hidden states in a way that is not known here "
-            "(grpo_lib/training/logprobs.py: head_of), so its log-probs would be wrong; use a model of another class"
-        )

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_lib.training.logprobs import Head, head_of, token_scores
+from grpo_lib.training.heads import head_of
+from grpo_lib.training.logprobs import Head, token_scores
 from grpo_lib.training.microbatches import MicroBatch
 
 Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]

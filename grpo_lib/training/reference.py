@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lib.training.logprobs import Head, head_of
+from grpo_lib.training.heads import head_of
+from grpo_lib.training.logprobs import Head
 from grpo_lib.training.microbatches import MicroBatch
 
 

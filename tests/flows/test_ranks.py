@@ -82,11 +82,16 @@ def test_a_run_on_two_ranks_commits_every_stage_and_goes_on_from_its_checkpoint_
         "checkpoint", "evaluate", "publish",
     }  # fmt: skip
     assert len(set(policies(manifests))) == 2
-    assert all(each.summary["trained_rows"] > 0 for each in of(manifests, "update"))
+    assert all(float(str(each.summary["trained_rows"])) > 0 for each in of(manifests, "update"))
 
     restored: list[Path] = []
     restore = TrainRanks.restore
-    monkeypatch.setattr(TrainRanks, "restore", lambda self, folder: (restored.append(folder), restore(self, folder)))
+
+    def watched(self: TrainRanks, folder: Path) -> None:
+        restored.append(folder)
+        restore(self, folder)
+
+    monkeypatch.setattr(TrainRanks, "restore", watched)
     fresh_process()
     longer = train(on_ranks(store, "iterations=3", "placement.ranks=1"))
     assert len(restored) == 1  # and it had the digest that was recorded: `Workers` would have refused it

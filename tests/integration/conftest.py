@@ -48,7 +48,7 @@ class Trained:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and moments of policy and critic."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             found |= {f"{path.stem}/{name}": each for name, each in load_tensors(self.folder, path.stem).items()}
         return found

@@ -40,7 +40,7 @@ def check_same(found: Trained, expected: Trained) -> None:
     ours, theirs = found.tensors(), expected.tensors()
     assert ours.keys() == theirs.keys() and any("moments" in name for name in ours)
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6, msg=f"{name}: {{}}".format)
 
 
 AGGREGATED = dict(zip(AGGREGATIONS.names(), [THIRDS, SEVENTHS, WHOLE, THIRDS, SEVENTHS], strict=True))

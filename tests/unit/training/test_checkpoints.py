@@ -256,3 +256,17 @@ def test_an_export_of_weights_that_do_not_fit_the_model_is_refused(tmp_path: Pat
     del weights["model.norm.weight"]
     with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):
         export.export_model(trainer.model, weights, torch.float32, tmp_path)
+
+
+def test_a_generation_config_that_transformers_would_not_write_is_exported_as_it_is(tmp_path: Path) -> None:
+    model = tiny_model("qwen3")
+    model.generation_config.temperature = 0.6  # without do_sample, as some on the hub have it
+    export.export_model(model, model.state_dict(), torch.float32, tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["temperature"] == 0.6
+
+
+def test_a_folder_of_adapters_is_refused_as_a_model(tmp_path: Path) -> None:
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="grpo export"):
+        load_model(str(tmp_path), torch.float32, "cpu")

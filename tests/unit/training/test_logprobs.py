@@ -18,11 +18,10 @@ from transformers import (
 
 from grpo_lib.errors import ModelError
 from grpo_lib.training import logprobs
+from grpo_lib.training.heads import check_head, head_of
 from grpo_lib.training.logprobs import (
     Head,
     TokenScores,
-    check_head,
-    head_of,
     token_scores,
 )
 from grpo_lib.training.microbatches import MicroBatch, Sequences, micro_batch
@@ -134,14 +133,14 @@ def test_tiles_change_neither_values_nor_gradients(
     sequences = make_sequences(8, 5)
     tokens = len(sequences.responses.values)
     tiles: list[torch.Size] = []
-    make_tile = logprobs._tile
+    make_tile = logprobs.tile_logits
 
     def seen(*arguments: Any) -> Tensor:
         tile = make_tile(*arguments)
         tiles.append(tile.shape)
         return tile
 
-    monkeypatch.setattr(logprobs, "_tile", seen)
+    monkeypatch.setattr(logprobs, "tile_logits", seen)
 
     def run(model: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         scored = scores_of(model, sequences, 0.7)
