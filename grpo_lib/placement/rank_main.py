@@ -19,6 +19,7 @@ import os
 import queue
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -106,6 +107,9 @@ def main() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # there is nothing to save, and the interpreter takes seconds to take itself apart
 
 
 def _listen(line: Line, commands: "queue.SimpleQueue[dict[str, Any]]") -> None:

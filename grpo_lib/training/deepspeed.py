@@ -86,7 +86,7 @@ class DeepSpeedLearner:
         self._network = module
         self._parameters = trainable(module)
         self._shapes = {name: each.shape for name, each in self._parameters.items()}
-        self._torch_optimizer = adamw(self._parameters, settings)
+        self._torch_optimizer = adamw(self._parameters, settings, fused=True)
         self._deepspeed.init_distributed(
             dist_backend=torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False
         )
@@ -216,7 +216,8 @@ class DeepSpeedLearner:
         state = self._torch_optimizer.state
         state.clear()
         for flat in self._flats():
-            state[flat] = {STEP: torch.zeros(()), **{key: torch.zeros_like(flat) for key in MOMENTS}}
+            moments = {key: torch.zeros_like(flat) for key in MOMENTS}
+            state[flat] = {STEP: torch.zeros((), device=flat.device), **moments}
 
 
 def shard_frozen(module: nn.Module) -> Any:
