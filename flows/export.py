@@ -1,5 +1,6 @@
 """A policy of a run as a Hugging Face model folder."""
 
+import tempfile
 from pathlib import Path
 
 from flows.evaluate import policy_of, policy_version
@@ -26,15 +27,16 @@ def export(run: Run, version: int | None, folder: Path) -> dict[str, str | int]:
     manifest = policy_of(run, version)
     policy = manifest.to_ref(reused=True)
     engines = workers(run, policy)
-    try:
-        with engines.trainer_at(policy) as trainer:
-            weights = trainer.weights()
-            folder.mkdir(parents=True, exist_ok=True)
-            model = engines.reference_model(None)  # for its configuration
-            digest = export_model(model, weights, DTYPES[run.config.model.dtype], folder)
-    finally:
-        engines.close()
-    engines.tokenizer.save_pretrained(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".grpo-export-") as name:  # whole, or not there
+        made = Path(name) / "model"
+        try:
+            with engines.trainer_at(policy) as trainer:
+                digest = export_model(engines.description, trainer.weights(), DTYPES[run.config.model.dtype], made)
+        finally:
+            engines.end_ranks()
+        engines.tokenizer.save_pretrained(made)
+        made.replace(folder)
     return {
         "run": run.name,
         "policy_version": policy_version(manifest),

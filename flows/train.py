@@ -11,6 +11,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.report import RunReport, report
 from grpo_lib.config import RunConfig
 from grpo_lib.placement.devices import use_threads
+from grpo_lib.placement.local import end_ranks
 from grpo_lib.preflight import check_surroundings, data_digests, model_digests
 from grpo_lib.progress import progress
 from grpo_lib.recipe import full_kl, plugin_digests, wanted
@@ -78,13 +79,21 @@ def mark_failed(flow: Flow[..., Any], flow_run: FlowRun, state: Any) -> None:
 )
 def train(config: RunConfig) -> RunReport:
     """Trains a policy. A stage that is committed already is not run again: run the flow again to resume."""
+    try:
+        return run_training(config)
+    finally:
+        end_ranks()
+
+
+def run_training(config: RunConfig) -> RunReport:
+    """Iterations from the first policy to the last."""
     check_surroundings(config)
     use_threads(config.placement.threads)
     run = Run(config)
     data = dataset(run, None, external=data_digests(config))
     open_run(config)
     initial = first_policy(run, data)
-    begins = first_reference(run)
+    begins = first_reference(run, initial)
     published = [announce(run, None, [each for each in (data, initial, begins) if each is not None])]
     before = evaluate(run, 0, data, initial)
     published.append(announce(run, 0, [before]))
@@ -112,11 +121,11 @@ def first_policy(run: Run, data: ArtifactRef) -> ArtifactRef:
     return pretrained(run, None, external=model_digests(run.config.model.path))
 
 
-def first_reference(run: Run) -> ArtifactRef | None:
+def first_reference(run: Run, initial: ArtifactRef) -> ArtifactRef | None:
     """Another model than the policy that the run starts from, if one is configured."""
     if run.config.reference.path is None:
         return None
-    return reference_model(run, None, external=model_digests(run.config.reference.path))
+    return reference_model(run, None, initial, external=model_digests(run.config.reference.path))
 
 
 def iterate(run: Run, k: int, data: ArtifactRef, initial: ArtifactRef, before: State, published: Publications) -> State:

@@ -318,7 +318,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Full training state: weights, optimizer, schedule, random state."""
+    """Full training state: weights, optimizer, step, critic."""
 
     every: int = Field(20, ge=1, description="Iterations between checkpoints; updates since the last are replayed.")
 
@@ -440,6 +440,11 @@ class RunConfig(Section):
                 f"critic.warmup_iterations={self.critic.warmup_iterations} leaves the policy none of the "
                 f"{self.iterations} iterations; lower it, or raise iterations"
             )
+        if trainer.backend != "torch" and self.placement.device.startswith("cuda:"):
+            raise ValueError(
+                f"placement.device={self.placement.device!r} is one device, but trainer.backend={trainer.backend} "
+                "gives rank i device i; set placement.device=cuda and choose devices by CUDA_VISIBLE_DEVICES"
+            )
         if not self.reference.initial and kl.coef == 0:
             raise ValueError("reference is set, but algorithm.kl.coef=0 uses none; set a coefficient, or remove it")
         overlong = self.algorithm.overlong.buffer_tokens
@@ -463,7 +468,8 @@ class RunConfig(Section):
         optimizer = self.trainer.optimizer
         if optimizer.schedule == "constant":
             return None
-        return optimizer.decay_steps or self.iterations * self.steps_per_iteration
+        alone = 0 if self.critic is None else self.critic.warmup_iterations  # the policy takes no steps there
+        return optimizer.decay_steps or (self.iterations - alone) * self.steps_per_iteration
 
     @property
     def steps_per_iteration(self) -> int:

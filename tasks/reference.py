@@ -7,21 +7,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from grpo_lib.errors import ConfigError
 from grpo_lib.models import load_model
 from grpo_lib.storage.keys import StageSpec
 from grpo_lib.storage.stages import ArtifactRef
 from grpo_lib.training.digest import weights_digest
-from grpo_lib.training.export import export_model
+from grpo_lib.training.export import describe, export_model
 from tasks.base import Stage, stage_task
 
-MODEL = StageSpec(name="reference_model", version=1, reads=("reference.path",))
+MODEL = StageSpec(name="reference_model", version=1, reads=("reference.path", "reference.every"))
 FOLLOWING = StageSpec(name="reference", version=1, reads=("reference.decay",))
 
 
 @stage_task(MODEL)
-def reference_model(stage: Stage) -> ArtifactRef:
+def reference_model(stage: Stage, initial: ArtifactRef) -> ArtifactRef:
     """Records the model that the reference begins as, by the digest of its weights; they stay where they are."""
-    path = stage.config.reference.path
+    settings = stage.config.reference
+    path = settings.path
+    if settings.every is not None and describe(path).shapes() != stage.workers(initial).description.shapes():
+        raise ConfigError(
+            f"reference.path={path!r} has weights of other names or shapes than the policy, so reference.every="
+            f"{settings.every} can't bring it up to date; take a model of the same architecture, or remove every"
+        )
     digest = weights_digest(load_model(path, torch.float32, "cpu").state_dict())
     where = str(Path(path).resolve()) if Path(path).is_dir() else path
     return stage.commit(rows=0, summary={"policy_digest": digest, "path": where})
@@ -31,10 +38,11 @@ def reference_model(stage: Stage) -> ArtifactRef:
 def reference(stage: Stage, policy: ArtifactRef, initial: ArtifactRef, before: ArtifactRef | None) -> ArtifactRef:
     """Moves the reference towards the policy: ``decay * before + (1 - decay) * policy``; its weights in float32."""
     workers, decay = stage.workers(policy), stage.config.reference.decay
-    model = workers.reference_model(before)
     with tempfile.TemporaryDirectory(prefix="grpo-reference-") as name, workers.trainer_at(policy) as trainer:
-        weights = moved(model.state_dict(), trainer.weights(), decay) if decay else trainer.weights()
-        digest = export_model(model, weights, torch.float32, Path(name))
+        weights = trainer.weights()
+        if decay:
+            weights = moved(workers.reference_weights(before), weights, decay)
+        digest = export_model(workers.description, weights, torch.float32, Path(name))
         for path in sorted(Path(name).iterdir()):
             stage.write_file(path.name, path)
     return stage.commit(

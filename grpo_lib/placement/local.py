@@ -29,6 +29,7 @@ from grpo_lib.run import Run
 from grpo_lib.storage.stages import ArtifactRef, InputRef, Manifest, stage_key
 from grpo_lib.training.checkpoints import CHECKPOINT
 from grpo_lib.training.digest import weights_digest
+from grpo_lib.training.export import Description, describe
 from grpo_lib.training.world import World
 
 REFERENCES = ("reference", "reference_model")
@@ -74,13 +75,18 @@ class Workers:
             self.close()
             self._held = None
             config = self._run.config
+            made: Training
             if config.trainer.backend == "torch":
-                self._made = TrainWorker(self._run, self._folder, World.alone(self.device))
+                made = TrainWorker(self._run, self._folder, World.alone(self.device))
             else:
                 progress().note(f"starting {config.placement.ranks} ranks of {config.trainer.backend}")
-                self._made = TrainRanks(self._run, self._folder, self.device)
-            self._check_digests(self._made, self._run.stages.manifest(self._initial))
-            self._held = self._initial.key
+                made = TrainRanks(self._run, self._folder, self.device)
+            try:
+                self._check_digests(made, self._run.stages.manifest(self._initial))
+            except BaseException:
+                made.close()
+                raise
+            self._made, self._held = made, self._initial.key
         return self._made
 
     def close(self) -> None:
@@ -89,10 +95,21 @@ class Workers:
             self._made.close()
             self._made = None
 
-    def reference_model(self, reference: ArtifactRef | None) -> Any:
-        """The model of a reference policy, float32, on the CPU; None: the initial policy."""
+    def end_ranks(self) -> None:
+        """Ends the trainer's ranks; the next that needs them starts others."""
+        with self._trainer_lock:
+            if isinstance(self._made, TrainRanks):
+                self.close()
+
+    @property
+    def description(self) -> Description:
+        """Configuration of the policy's model."""
+        return describe(str(self._folder))
+
+    def reference_weights(self, reference: ArtifactRef | None) -> dict[str, Tensor]:
+        """Of a reference policy, float32, on the CPU; None: the initial policy."""
         with model_folder(self._run, reference, self._folder) as folder:
-            return load_model(str(folder), torch.float32, "cpu")
+            return dict(load_model(str(folder), torch.float32, "cpu").state_dict())
 
     @cached_property
     def _engine(self) -> LocalEngine:
@@ -207,6 +224,12 @@ class Workers:
                     "kind of processor, placement.threads and placement.ranks; elsewhere go on from a checkpoint, in a "
                     "new run with model.path=<its folder>"
                 )
+
+
+def end_ranks() -> None:
+    """Ends the trainers' ranks of this process; engines in the process itself stay warm."""
+    for each in _current.values():
+        each.end_ranks()
 
 
 _LOCK = threading.Lock()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from grpo_lib.data.columns import flag_column
 from grpo_lib.data.ragged import Ragged
+from grpo_lib.errors import ReplayError
 from grpo_lib.models import load_model
 from grpo_lib.plugins import load_plugins
 from grpo_lib.recipe import full_kl
@@ -29,6 +30,7 @@ from grpo_lib.storage.stages import ArtifactRef
 from grpo_lib.training.backends import make_reference_for, make_trainer
 from grpo_lib.training.base import StepMetrics
 from grpo_lib.training.checkpoints import restore_trainer, save_trainer, start_trainer
+from grpo_lib.training.digest import weights_digest
 from grpo_lib.training.flops import peak_tflops
 from grpo_lib.training.microbatches import Sequences
 from grpo_lib.training.scoring import Progress
@@ -228,7 +230,7 @@ class TrainWorker:
             self._use_reference(reference)
         on_gpu = self._world.device.type == "cuda"
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats(self._world.device)
         began = time.perf_counter()
         steps = run_update(
             self.trainer, self._run.stages, inputs, ConfigView(config, UPDATE), iteration, on_progress=on_progress
@@ -239,15 +241,20 @@ class TrainWorker:
     def _performance(self, steps: list[StepMetrics], seconds: float) -> dict[str, float]:
         world, on_gpu = self._world, self._world.device.type == "cuda"
         tokens, tflop = (sum(step.values.get(name, 0.0) for step in steps) for name in ("model_tokens", "model_tflop"))
+        counted = tflop > 0 and self.trainer.critic is None  # whose operations are not counted, but its seconds are
         used = (
-            torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            torch.cuda.max_memory_allocated(world.device)
+            if on_gpu
+            else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         )
         peak_memory = world.max_(torch.tensor(float(used), dtype=torch.float64, device=world.device))
         result = {"tokens_per_second": tokens / seconds, "peak_memory_gib": float(peak_memory) / 2**30}
         peak = self._run.config.placement.peak_tflops
         if peak is None and on_gpu:
             peak = peak_tflops(torch.cuda.get_device_name(world.device))
-        return result if peak is None else result | {"model_flops_utilization": tflop / seconds / (peak * world.size)}
+        if peak is None or not counted:
+            return result
+        return result | {"model_flops_utilization": tflop / seconds / (peak * world.size)}
 
     def _use_reference(self, reference: ArtifactRef | None) -> None:
         """Brings the reference policy to an artifact."""
@@ -258,9 +265,23 @@ class TrainWorker:
         config, alone = self._run.config, reference is None and self.trainer.adapter is not None
         self.trainer.reference = None  # before the new one takes memory
         with model_folder(self._run, reference, self._initial) as folder:
-            load = None if alone else partial(self._load, str(folder))
+            load = None if alone else partial(self._reference_model, str(folder), reference)
             self.trainer.reference = make_reference_for(self.trainer, config.trainer, DTYPES[config.model.dtype], load)
         self._reference = wanted
+
+    def _reference_model(self, folder: str, reference: ArtifactRef | None) -> Any:
+        model = self._load(folder)
+        if reference is not None:
+            recorded, found = (
+                self._run.stages.manifest(reference).summary["policy_digest"],
+                weights_digest(model.state_dict()),
+            )
+            if found != recorded:
+                raise ReplayError(
+                    f"the reference policy in {folder} was recorded with digest {str(recorded)[:16]} and has now "
+                    f"{found[:16]}; put the model back that it was, or start a new run"
+                )
+        return model
 
     def close(self) -> None:
         pass

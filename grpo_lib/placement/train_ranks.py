@@ -5,6 +5,7 @@ What goes over the line is small: references, folders, numbers. Tensors that com
 
 import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +39,7 @@ class TrainRanks:
     def __init__(self, run: Run, folder: Path, device: torch.device) -> None:
         config = run.config
         self._scratch = Path(tempfile.mkdtemp(prefix="grpo-train-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         try:
             self._group = RankGroup(
                 ranks=config.placement.ranks,
@@ -45,11 +47,11 @@ class TrainRanks:
                 setup={"config": config.model_dump(mode="json"), "folder": str(folder)},
                 device="cuda" if device.type == "cuda" else "cpu",
                 threads=config.placement.threads,
-                start_seconds=START_SECONDS,
+                start_seconds=max(START_SECONDS, config.placement.rank_timeout_seconds),
                 command_seconds=config.placement.rank_timeout_seconds,
             )
         except BaseException:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._remove()
             raise
 
     @property
@@ -102,9 +104,9 @@ class TrainRanks:
             "response_ids": few.responses.values,
             "response_offsets": few.responses.offsets,
         }
-        folder = Path(tempfile.mkdtemp(dir=self._scratch))
-        save_tensors({name: each.clone() for name, each in columns.items()}, folder, STEM)
-        found = self._tensors("score_few", rows=str(folder), temperature=temperature)
+        with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
+            save_tensors({name: each.clone() for name, each in columns.items()}, Path(folder), STEM)
+            found = self._tensors("score_few", rows=folder, temperature=temperature)
         return few.responses.with_values(found["logprobs"])
 
     def update(
@@ -121,7 +123,7 @@ class TrainRanks:
 
     def close(self) -> None:
         self._group.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._remove()
 
     def _call(self, command: str, on_progress: Progress | None = None, **arguments: JsonValue) -> Any:
         def show(values: dict[str, JsonValue]) -> None:

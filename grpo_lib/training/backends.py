@@ -51,7 +51,7 @@ def make_trainer(
     model = load()
     check_head(model)
     autocast = None if dtype == torch.float32 else dtype
-    layout = use_layout(model, settings.layout, autocast)
+    layout = use_layout(model, settings.layout, autocast, world.device)
     if settings.gradient_checkpointing:
         recompute_layers(model)
     adapter = None
@@ -66,7 +66,7 @@ def make_trainer(
         weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm,
     )
-    flops = FlopCounter(model)  # before a backend takes it apart
+    flops = FlopCounter.of(model)  # before a backend takes it apart
     policy = make_learner(PolicyModule(model, autocast), settings, adamw, world, autocast)
     return Trainer(
         policy,
@@ -88,17 +88,23 @@ def make_trainer(
     )
 
 
-def use_layout(model: Any, asked: str, autocast: torch.dtype | None) -> Layout:
-    """Prepares a model for packed or padded rows; ``auto`` is packed if its attention can keep packed rows apart."""
+def use_layout(model: Any, asked: str, autocast: torch.dtype | None, device: torch.device) -> Layout:
+    """Prepares a model for packed or padded rows; ``auto`` is packed if its attention can keep packed rows apart.
+
+    Args:
+        device: where it will run, which with several ranks is not where it is yet.
+    """
     if asked == "padded":
         return "padded"
     before = model.config._attn_implementation
     try:
         use_packed_attention(model)
+        if device.type == "cuda" and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+            raise ModelError(f"{type(model).__name__} caps attention scores, which packed rows on a GPU can't")
         check_packing(model, autocast)
-    except ModelError:
+    except (ModelError, RuntimeError) as error:  # the latter: a device that has no kernel for it
         if asked == "packed":
-            raise
+            raise ModelError(f"trainer.layout=packed: {error}; set trainer.layout=padded") from error
         model.set_attn_implementation(before)
         return "padded"
     return "packed"
@@ -142,7 +148,13 @@ def make_reference_for(trainer: Trainer, settings: "TrainerConfig", dtype: torch
         )
     model, autocast = load(), None if dtype == torch.float32 else dtype
     check_head(model)
-    use_layout(model, trainer.layout, autocast)
+    sizes = [each.config.get_text_config().vocab_size for each in (model, trainer.model)]
+    if sizes[0] != sizes[1]:
+        raise ModelError(
+            f"the reference policy has a vocabulary of {sizes[0]:,} tokens, the policy one of {sizes[1]:,}; their "
+            "probabilities can't be compared: take a reference with the policy's tokenizer"
+        )
+    use_layout(model, trainer.layout, autocast, trainer.world.device)
     module: Any = PolicyModule(model.requires_grad_(False), autocast)
     if settings.backend == "fsdp2":
         from grpo_lib.training.fsdp2 import shard, unsharded
@@ -165,7 +177,7 @@ def _critic(
     world: World,
     autocast: torch.dtype | None,
 ) -> Critic:
-    use_layout(model, layout, autocast)
+    use_layout(model, layout, autocast, world.device)
     if settings.gradient_checkpointing:
         recompute_layers(model)
     adamw = AdamWSettings(max_grad_norm=critic.max_grad_norm)

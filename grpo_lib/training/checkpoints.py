@@ -32,7 +32,7 @@ def save_trainer(trainer: Trainer, folder: Path, dtype: torch.dtype) -> None:
     critic = None if trainer.critic is None else (trainer.critic.learner.weights(), trainer.critic.learner.moments())
     if trainer.world.rank != 0:
         return
-    state = {"optimizer_step": trainer.optimizer_step, "optimizer": "AdamW", "dtype": str(dtype).removeprefix("torch.")}
+    state = {"optimizer_step": trainer.optimizer_step, "dtype": str(dtype).removeprefix("torch.")}
     if trainer.adapter is not None:
         trainer.adapter.save(own, folder)
     else:

@@ -20,8 +20,11 @@ class Critic:
 
     def backward(
         self, batch: MicroBatch, taken: Tensor, old: Tensor, returns: Tensor, weights: Tensor
-    ) -> tuple[float, Tensor]:
-        """Adds a micro-batch's gradient. Of the tokens ``taken bool[n]``: old values, returns and aggregation weights.
+    ) -> tuple[Tensor, Tensor]:
+        """Adds a micro-batch's gradient. Of the tokens ``taken``: old values, returns and aggregation weights.
+
+        Args:
+            taken: ``int64``: indices into the micro-batch's response tokens.
 
         Returns:
             The micro-batch's share of the loss, and the predicted values of the tokens taken.
@@ -29,7 +32,7 @@ class Critic:
         values: Tensor = self.learner.module(batch)[taken]
         loss = (weights * value_loss(values, old, returns, clip=self.value_clip)).sum()
         self.learner.backward(loss)
-        return float(loss.detach()), values.detach()
+        return loss.detach(), values.detach()
 
     def step(self) -> float:
         """An optimizer step with the gradient so far, unless that is not finite; its norm."""

@@ -2,23 +2,48 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from grpo_lib.errors import CorruptError
 from grpo_lib.models import load_model
 from grpo_lib.training.digest import weights_digest
 
 
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a model folder says besides weights."""
+
+    config: Any
+    generation_config: Any
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of all weights, by name."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(deepcopy(self.config))
+        return {name: value.shape for name, value in model.state_dict().items()}
+
+
+def describe(path: str) -> Description:
+    """Of a folder or hub name; no weights are read."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # there is none
+        generation = None
+    return Description(config=config, generation_config=generation)
+
+
 def export_model(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> str:
     """Writes config and weights in ``dtype`` as ``AutoModelForCausalLM`` and vLLM read them, and reads them back.
 
     Args:
-        model: for its configuration; its own weights may be sharded.
+        model: a model, whose own weights may be sharded, or its `Description`.
         weights: whole, by the names of a plain model of that class.
 
     Returns:

@@ -27,11 +27,24 @@ class FlopCounter:
         model: a Transformers causal language model; what does not learn costs no gradient of weights.
     """
 
+    @classmethod
+    def of(cls, model: Any) -> "FlopCounter | None":
+        """None for a model whose operations are not known: of no attention, or of layers that differ."""
+        try:
+            return cls(model)
+        except (AttributeError, TypeError):
+            return None
+
     def __init__(self, model: Any) -> None:
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         outside = {id(model.get_input_embeddings().weight), id(head.weight)}
-        body = [p for p in model.parameters() if id(p) not in outside]
-        inside, learning = sum(p.numel() for p in body), sum(p.numel() for p in body if p.requires_grad)
+        experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+        used = config.num_experts_per_tok / experts if experts else 1.0  # of a mixture a token meets a few
+        body = [
+            (p, used if ".experts." in name else 1.0) for name, p in model.named_parameters() if id(p) not in outside
+        ]
+        inside = sum(share * p.numel() for p, share in body)
+        learning = sum(share * p.numel() for p, share in body if p.requires_grad)
         self._body = 4 * inside + 2 * learning
         self._head = (6 if head.weight.requires_grad else 4) * head.weight.numel()
         heads = config.num_attention_heads

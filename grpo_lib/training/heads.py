@@ -42,11 +42,13 @@ def check_head(model: Any) -> None:
         return output
 
     ids = torch.randint(len(head.weight), (2, 8), generator=torch.Generator().manual_seed(0))
-    hook = model.base_model.register_forward_hook(stretch)
+    hook = model.get_decoder().register_forward_hook(stretch)
     try:
         logits = model(input_ids=ids.to(head.weight.device), use_cache=False).logits.flatten(0, 1)
     finally:
         hook.remove()
+    if not seen:
+        raise ModelError(f"{type(model).__name__} does not run its own decoder, so its hidden states can't be had")
     ours = tile_logits(seen[0].flatten(0, 1), head, 1.0, slice(None), slice(None))
     tolerance = max(1e-3, 4 * torch.finfo(logits.dtype).eps)
     alike = logits.shape == ours.shape and all(

@@ -124,17 +124,17 @@ class _TokenScores(torch.autograd.Function):
         every_row, every_column = _tiles(hidden, weight)
         with torch.autocast(hidden.device.type, enabled=False):
             for columns in every_column:
-                block = torch.zeros(weight[columns].shape, **exact)
+                block = torch.zeros(weight[columns].shape, **exact) if of_weight is not None else None
                 for rows in every_row:
                     tile = _tile_gradient(hidden, setting, (policy.top, other.top), factors, rows, columns)
                     if of_hidden is not None:
                         of_hidden[rows] += _product(tile, weight[columns], hidden)
-                    if of_weight is not None:
+                    if block is not None:
                         block += _product(tile.T, hidden[rows], hidden)
                     if of_bias is not None:
                         of_bias[columns] += tile.sum(0)
                 if of_weight is not None:
-                    of_weight[columns] = block
+                    of_weight[columns] = block  # type: ignore[assignment]
         pairs = zip((of_hidden, of_weight, of_bias), inputs, strict=True)
         return *(None if each is None else each.to(given.dtype) for each, given in pairs), None
 

@@ -46,7 +46,8 @@ class Adapter:
                 if rest == "weight":
                     low, high = (weights[f"{owner}.lora_{each}.{NAME}.weight"] for each in "AB")
                     change = layers[owner].scaling[NAME] * (high @ low)
-                    value = value + (change.T if layers[owner].fan_in_fan_out else change)
+                    change = change.T if layers[owner].fan_in_fan_out else change
+                    value = torch.where(change == 0, value, value + change)  # -0.0 + 0.0 is another number
                 plain[f"{owner}.{rest}"] = value
             elif ".lora_" not in name:
                 plain[name] = value

@@ -21,21 +21,23 @@ class Totals:
     """Sums over the micro-batches of a step, and then over the ranks; means over the tokens that were added."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
+        self._sums: dict[str, Tensor | float] = {}  # tensors stay where they are: no waiting for a GPU
         self._counts: dict[str, float] = {}
         self._shares: set[str] = set()
+        self._extremes: list[Tensor] = []
+        self._reduced: dict[str, float] = {}
         self._lowest, self._highest = float("inf"), float("-inf")
 
     def add(self, name: str, values: Tensor) -> None:
         """Values of tokens, to be reported as their mean."""
-        self._add(name, float(values.detach().double().sum()), len(values))
+        self._add(name, values.detach().double().sum(), len(values))
 
-    def add_share(self, name: str, value: float) -> None:
+    def add_share(self, name: str, value: Tensor | float) -> None:
         """A micro-batch's share of a number."""
         self._shares.add(name)
-        self._add(name, value, 0)
+        self._add(name, value.detach().double() if isinstance(value, Tensor) else value, 0)
 
-    def _add(self, name: str, value: float, count: float) -> None:
+    def _add(self, name: str, value: Tensor | float, count: float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + value
         self._counts[name] = self._counts.get(name, 0.0) + count
 
@@ -44,33 +46,31 @@ class Totals:
         self.add("clip_fraction_high", loss.clipped_high)
         self.add("clip_fraction_low", loss.clipped_low)
         if len(loss.ratio):
-            self._lowest = min(self._lowest, float(loss.ratio.min()))
-            self._highest = max(self._highest, float(loss.ratio.max()))
+            lowest, highest = torch.aminmax(loss.ratio.detach().double())
+            self._extremes.append(torch.stack([-lowest, highest]))
 
     def add_micro_batch(self, micro: MicroBatch) -> None:
         self.add_share("trained_rows", len(micro.rows))
-        self.add_share("model_tokens", micro.tokens)
         computed = micro.computed if len(micro.rows) else 0  # a token that stands in for no rows is no padding
         self._add("padded_fraction", computed - micro.tokens, computed)
 
     def reduce(self, world: World) -> None:
-        """Over the ranks, which all have added to the same names."""
-        if world.size == 1:
-            return
+        """To numbers, over the ranks, which all have added to the same names."""
         names = sorted(self._sums)
-        numbers = [self._sums[name] for name in names] + [self._counts[name] for name in names]
-        together = world.sum_(torch.tensor(numbers, dtype=torch.float64, device=world.device)).tolist()
-        self._sums = dict(zip(names, together[: len(names)], strict=True))
+        sums = [torch.as_tensor(self._sums[name], dtype=torch.float64, device=world.device) for name in names]
+        counts = torch.tensor([self._counts[name] for name in names], dtype=torch.float64, device=world.device)
+        together = world.sum_(torch.cat([torch.stack(sums), counts])).tolist()
+        self._reduced = dict(zip(names, together[: len(names)], strict=True))
         self._counts = dict(zip(names, together[len(names) :], strict=True))
-        extremes = torch.tensor([-self._lowest, self._highest], dtype=torch.float64, device=world.device)
-        lowest, self._highest = world.max_(extremes).tolist()
+        none = torch.full((2,), -torch.inf, dtype=torch.float64, device=world.device)
+        lowest, self._highest = world.max_(torch.stack([none, *self._extremes]).amax(0)).tolist()
         self._lowest = -lowest
 
     def metrics(self) -> dict[str, float]:
         """Without the means of nothing: a 0 would count in the iteration's mean."""
         means = {
             name: total / (self._counts[name] or 1.0)
-            for name, total in self._sums.items()
+            for name, total in self._reduced.items()
             if self._counts[name] or name in self._shares
         }
         if self._highest >= self._lowest:
@@ -107,7 +107,7 @@ def micro_batch_loss(
         scored: of all response tokens of the micro-batch, with gradient; with the KL where the objective's is exact.
     """
     batch, device = part.batch, scored.logprobs.device
-    taken = batch.mask.gather(micro.rows).values.bool()
+    taken = batch.mask.gather(micro.rows).values.bool()  # here and below on the CPU: a mask on a GPU is waited for
 
     def column(rows: Ragged | None) -> Tensor:
         assert rows is not None, "the objective needs a column that the batch does not have"
@@ -115,13 +115,13 @@ def micro_batch_loss(
 
     is_weights = None if batch.is_weights is None else column(batch.is_weights)
     if objective.correction is not None:
-        log_ratio = scored.logprobs.detach()[taken.to(device)] - column(batch.old_logprobs)
+        log_ratio = scored.logprobs.detach()[_places(taken, device)] - column(batch.old_logprobs)
         kept, is_weights = objective.correction(log_ratio.cpu(), kept_offsets(taken, micro.offsets))
         totals.add("rejected_fraction", ~kept)
         taken = taken.masked_scatter(taken, kept)
         is_weights = None if is_weights is None else is_weights[kept].to(device)
     # A masked token must not reach the gradient, not even as 0 * inf: nothing after this sees one.
-    here = taken.to(device)
+    here = _places(taken, device)
     tokens = _Tokens(
         logprobs=scored.logprobs[here],
         old_logprobs=column(batch.old_logprobs),
@@ -140,7 +140,7 @@ def micro_batch_loss(
     if objective.entropy_coef:
         values = values - objective.entropy_coef * entropy
     total = (column(part.weights) * values).sum()
-    totals.add_share("loss", float(total.detach()))
+    totals.add_share("loss", total)
     totals.add("entropy", entropy)
     totals.add("approx_kl", tokens.old_logprobs - tokens.logprobs)
     totals.add_loss(loss)
@@ -163,6 +163,11 @@ def critic_backward(part: MiniBatch, micro: MicroBatch, critic: Critic, totals: 
     totals.add_share("value_loss", loss)
     totals.add("value", values)
     totals.add("value_error", (values - returns).square())
+
+
+def _places(taken: Tensor, device: torch.device) -> Tensor:
+    """``bool[n]`` on the CPU -> the indices of what is true, ``int64`` on the device."""
+    return torch.nonzero(taken).squeeze(1).to(device)
 
 
 def _kl(term: KlTerm, tokens: _Tokens, scored: TokenScores, here: Tensor, ref: Tensor | None) -> Tensor:

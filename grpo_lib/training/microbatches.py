@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_lib.data.ragged import Ragged, concat_rows, lengths_to_offsets, repeat_rows
+from grpo_lib.data.ragged import Ragged, concat_rows, repeat_rows
 from grpo_lib.errors import ConfigError
 from grpo_lib.training.rectangles import PackedRows
 
@@ -123,10 +124,6 @@ def plan(lengths: Tensor, max_tokens: int, layout: Layout, ranks: int = 1) -> li
     return [chosen[rank::ranks] for rank in range(ranks)]
 
 
-def bins(lengths: Tensor, max_tokens: int) -> list[Tensor]:
-    return plan(lengths, max_tokens, "padded")[0]
-
-
 def _rectangles(longest_first: Tensor, max_tokens: int, ranks: int) -> list[Tensor]:
     """Consecutive rows, as many as fit; for several ranks the smallest budget that takes no further step."""
     lengths = longest_first.tolist()
@@ -154,21 +151,37 @@ def _starts(longest_first: list[int], max_tokens: int) -> list[int]:
 
 
 def _packs(longest_first: Tensor, max_tokens: int, ranks: int) -> list[Tensor]:
-    """Rows dealt to and fro over as few bins as hold them, fullest bin first: two bins differ by at most one row."""
-    lengths, rows = longest_first.numpy(), np.arange(len(longest_first))
-    most = -(-len(rows) // ranks) * ranks  # a bin for each row: fits
-    count = -(-int(lengths.sum()) // (max_tokens * ranks)) * ranks
-    while True:
-        turn, place = np.divmod(rows, count)
-        chosen = np.where(turn % 2 == 0, place, count - 1 - place)
-        tokens = np.bincount(chosen, weights=lengths, minlength=count)
-        if tokens.max() <= max_tokens:
-            break
-        count = min(most, count + ranks * max(1, count // (64 * ranks)))  # few tries when there are many bins
+    """Rows in about as few bins as hold them, of about equal tokens; fullest bin first."""
+    lengths = longest_first.numpy()
+    least = max(-(-int(lengths.sum()) // max_tokens), int((2 * lengths > max_tokens).sum()))  # no two of the latter fit
+    count = -(-least // ranks) * ranks
+    while (chosen := _dealt(lengths, max_tokens, count)) is None:
+        count += ranks * max(1, count // (64 * ranks))  # few tries when there are many bins
+    tokens = np.bincount(chosen, weights=lengths, minlength=count)
     fullest_first = np.argsort(-tokens, kind="stable")
     in_bins = torch.from_numpy(np.argsort(np.argsort(fullest_first)[chosen], kind="stable"))
     sizes = np.bincount(chosen, minlength=count)[fullest_first]
     return list(in_bins.split(sizes.tolist()))
+
+
+def _dealt(lengths: NDArray[np.int64], max_tokens: int, count: int) -> NDArray[np.int64] | None:
+    """The bin of each row: in rounds the longest rows left go to the emptiest bins; None: they don't all fit."""
+    chosen = np.empty(len(lengths), dtype=np.int64)
+    free, left = np.full(count, max_tokens), np.arange(len(lengths))
+    while len(left):
+        emptiest = np.argsort(-free, kind="stable")[: len(left)]
+        candidates = left[: len(emptiest)]
+        fits = lengths[candidates] <= free[emptiest]
+        if not fits.any():
+            shorter = np.flatnonzero(lengths[left] <= free[emptiest[0]])  # than those that find no place now
+            if not len(shorter):
+                return None
+            candidates, emptiest, fits = left[shorter[:1]], emptiest[:1], np.array([True])
+        rows, bins = candidates[fits], emptiest[fits]
+        chosen[rows] = bins
+        free[bins] -= lengths[rows]
+        left = left[~np.isin(left, rows, assume_unique=True)]
+    return chosen
 
 
 def micro_batch(sequences: Sequences, rows: Tensor, layout: Layout = "padded") -> MicroBatch:
@@ -204,12 +217,3 @@ def micro_batch(sequences: Sequences, rows: Tensor, layout: Layout = "padded") -
 
 _DUMMY = Ragged(values=torch.tensor([0]), offsets=torch.tensor([0, 1]))
 """What a model runs on that has no rows."""
-
-
-def scatter_rows(parts: list[tuple[Tensor, Ragged]], rows: int) -> Ragged:
-    """Puts results of micro-batches (row indices, ragged values) back into row order."""
-    order = torch.argsort(torch.cat([indices for indices, _ in parts]))
-    assert len(order) == rows, "every row belongs to one micro-batch"
-    lengths = torch.cat([part.lengths for _, part in parts])
-    together = Ragged(values=torch.cat([part.values for _, part in parts]), offsets=lengths_to_offsets(lengths))
-    return together.gather(order)

@@ -30,22 +30,23 @@ def score_tokens(
     """
     responses = sequences.responses
     mine = plan(sequences.prompts.lengths + responses.lengths, max_tokens, layout, world.size)[world.rank]
-    everything: list[Tensor] = []
+    found: list[tuple[Tensor, ...]] = []
+    places: list[Tensor] = []
     rows_done = tokens = 0
-    for rows in mine:
+    for rows in mine or [torch.arange(0)]:  # without rows a single token that predicts nothing
         batch = micro_batch(sequences, rows, layout).to(world.device)
-        results = function(batch)
-        if not everything:
-            everything = [torch.zeros(len(responses.values)) for _ in results]
+        found.append(function(batch))
         shift = repeat_rows(responses.offsets[rows] - batch.offsets[:-1], batch.offsets)
-        places = shift + torch.arange(len(shift))
-        for whole, each in zip(everything, results, strict=True):
-            whole[places] = each.float().cpu()
+        places.append(shift + torch.arange(len(shift)))
         rows_done, tokens = rows_done + len(rows), tokens + batch.tokens
         if on_progress is not None:
-            on_progress(rows_done * world.size, responses.rows, tokens * world.size)
-    together = [world.sum_(each.to(world.device)).cpu() if world.size > 1 else each for each in everything]
-    return [responses.with_values(each) for each in together]
+            on_progress(min(rows_done * world.size, responses.rows), responses.rows, tokens * world.size)
+    results = []
+    for column in zip(*found, strict=True):  # kept on the device until here: no waiting between micro-batches
+        whole = torch.zeros(len(responses.values))
+        whole[torch.cat(places)] = torch.cat(column).float().cpu()
+        results.append(responses.with_values(world.sum_(whole.to(world.device)).cpu() if world.size > 1 else whole))
+    return results
 
 
 def check_finite(logprobs: Ragged) -> None:

@@ -37,7 +37,7 @@ class Trainer:
     Args:
         policy: learner of a `PolicyModule`.
         model: the Transformers model in it.
-        flops: of that model.
+        flops: of that model; None: not known.
         adapter: what LoRA put into it.
         lr_factor: what ``lr`` is multiplied by at an optimizer step (from 0).
         max_tokens: of a micro-batch when scoring.
@@ -49,7 +49,7 @@ class Trainer:
         policy: Learner,
         *,
         model: Any,
-        flops: FlopCounter,
+        flops: FlopCounter | None,
         adapter: Adapter | None = None,
         lr: float,
         lr_factor: Callable[[int], float],
@@ -188,12 +188,21 @@ class Trainer:
                 "trainer.optimizer.lr, or make fewer updates an iteration"
             )
         metrics = totals.metrics()
+        if batching.train_policy and batching.max_kl is not None:
+            stop = metrics.get("approx_kl", 0.0) > batching.max_kl
+            metrics["stopped_early"] = float(stop)
+            if stop:
+                self._discard()
+                return metrics
         if self.critic is not None:
             norm = self.critic.step()
             metrics |= {"critic_grad_norm": norm, "critic_skipped": float(not math.isfinite(norm))}
-        if batching.train_policy:
-            metrics |= self._policy_step(metrics.get("approx_kl", 0.0), batching.max_kl)
-        return metrics
+        return metrics | self._policy_step() if batching.train_policy else metrics
+
+    def _discard(self) -> None:
+        self.policy.discard()
+        if self.critic is not None:
+            self.critic.learner.discard()
 
     def _micro_batches(self, batch: UpdateBatch, objective: Objective, batching: Batching, totals: Totals) -> Any:
         """This rank's micro-batches; at least one, if only an empty one, so that all ranks step together."""
@@ -204,8 +213,10 @@ class Trainer:
             micro = micro_batch(batch.sequences, active[indices], self.layout).to(self.world.device)
             totals.add_micro_batch(micro)
             if batching.train_policy:
-                flop = self._flops.count(lengths[active[indices]], len(micro.targets))
-                totals.add_share("model_tflop", flop / 1e12)
+                totals.add_share("model_tokens", micro.tokens)
+                if self._flops is not None:
+                    flop = self._flops.count(lengths[active[indices]], len(micro.targets))
+                    totals.add_share("model_tflop", flop / 1e12)
             yield micro
 
     def _scored(self, micro: MicroBatch, objective: Objective, ref_head: Head | None) -> TokenScores:
@@ -218,13 +229,9 @@ class Trainer:
         logprobs, entropy, kl, ref_logprobs, _ = found
         return TokenScores(logprobs=logprobs, entropy=entropy, kl=kl, ref_logprobs=ref_logprobs)
 
-    def _policy_step(self, approx_kl: float, max_kl: float | None) -> dict[str, float]:
-        if max_kl is not None and approx_kl > max_kl:
-            self.policy.discard()
-            return {"stopped_early": 1.0}
+    def _policy_step(self) -> dict[str, float]:
         lr = self._lr * self._lr_factor(self.optimizer_step)
         norm = self.policy.step(lr)
         finite = math.isfinite(norm)
         self.optimizer_step += int(finite)
-        metrics = {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
-        return metrics if max_kl is None else metrics | {"stopped_early": 0.0}
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from grpo_lib.data.ragged import Ragged, lengths_to_offsets
 from grpo_lib.errors import ConfigError
-from grpo_lib.training.microbatches import Layout, Sequences, micro_batch, plan, scatter_rows
+from grpo_lib.training.microbatches import Layout, Sequences, micro_batch, plan
 
 FEW = settings(deadline=None, max_examples=50)
 
@@ -202,17 +202,23 @@ def test_each_target_stands_right_after_the_position_that_predicts_it(
         assert batch.predicts[batch.offsets[row]] == row * width + len(prompt) - 1
 
 
+@pytest.mark.parametrize(
+    ("lengths", "budget", "most"),
+    [
+        ([1024] + 200 * [60], 1024, 14),  # one row as long as a bin: the others fill 12
+        ([1000] + 511 * [10], 1000, 7),
+        ([1024] * 5 + 500 * [60], 2048, 18),
+        (100 * [600] + 100 * [424], 1024, 100),
+    ],
+)
+def test_long_rows_do_not_keep_packed_bins_from_being_filled(lengths: list[int], budget: int, most: int) -> None:
+    (steps,) = plan(torch.tensor(lengths), budget, "packed")
+    assert len(steps) <= most
+
+
 @FEW
-@given(rows=st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=1, max_size=8), data=st.data())
-def test_results_of_micro_batches_come_back_in_row_order(rows: list[list[int]], data: st.DataObject) -> None:
-    table = ragged(rows)
-    order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
-    cut = data.draw(st.integers(0, len(rows)))
-    parts = [(picked, table.gather(picked)) for picked in (order[:cut], order[cut:])]
-    back = scatter_rows(parts, len(rows))
-    assert torch.equal(back.values, table.values) and torch.equal(back.offsets, table.offsets)
-
-
-def test_a_row_without_a_result_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="every row belongs to one micro-batch"):
-        scatter_rows([(torch.tensor([0]), ragged([[1]]))], 2)
+@given(lengths=LENGTHS.filter(len), spare=st.integers(0, 200))
+def test_packed_bins_are_at_most_a_third_more_than_any_packing_needs(lengths: list[int], spare: int) -> None:
+    budget = max(lengths) + spare
+    (steps,) = plan(torch.tensor(lengths), budget, "packed")
+    assert len(steps) <= 1 + 4 * max(-(-sum(lengths) // budget), sum(2 * each > budget for each in lengths)) // 3
