@@ -100,11 +100,16 @@ def use_layout(model: Any, asked: str, autocast: torch.dtype | None, device: tor
     try:
         use_packed_attention(model)
         if device.type == "cuda" and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-            raise ModelError(f"{type(model).__name__} caps attention scores, which packed rows on a GPU can't")
+            raise ModelError(
+                f"{type(model).__name__} caps attention scores, which packed rows on a GPU can't: "
+                "set trainer.layout=padded"
+            )
         check_packing(model, autocast)
     except (ModelError, RuntimeError) as error:  # the latter: a device that has no kernel for it
         if asked == "packed":
-            raise ModelError(f"trainer.layout=packed: {error}; set trainer.layout=padded") from error
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError(f"packed rows can't be computed here: {error}; set trainer.layout=padded") from error
         model.set_attn_implementation(before)
         return "padded"
     return "packed"

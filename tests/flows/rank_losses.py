@@ -8,9 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from grpo_lib.algorithms.losses import LOSSES, PolicyLoss, ppo_clip
+from tests.flows.accidents import ACCIDENT
 
-ACCIDENT = "GRPO_TEST_ACCIDENT"
-"""Environment: ``<what>:<call>:<folder>``; what happens (kill, raise, hang) at which call of the loss in a process."""
 _calls = 0
 
 

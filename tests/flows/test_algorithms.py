@@ -1,5 +1,7 @@
 """What algorithms ask of the flow: more prompts, a critic's state, a coefficient that moves, functions of one's own."""
 
+import importlib
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import tasks
 from grpo_lib.errors import AlgorithmError
 from grpo_lib.recipe import REGISTRIES
 from grpo_lib.run import Run
@@ -169,9 +172,8 @@ def test_a_further_metric_is_computed_without_training_again(tiny: Tiny) -> None
 def test_every_stage_is_in_the_summary_of_a_run() -> None:
     from grpo_lib.storage.keys import StageSpec
     from grpo_lib.tracking.reports import ORDER
-    from tasks import advantage, dataset, evaluate, filter, logprobs, policy, prompts, publish, reward, rollout, update
 
-    modules = (advantage, dataset, evaluate, filter, logprobs, policy, prompts, publish, reward, rollout, update)
+    modules = [importlib.import_module(f"tasks.{each.name}") for each in pkgutil.iter_modules(tasks.__path__)]
     specs = {each.name for module in modules for each in vars(module).values() if isinstance(each, StageSpec)}
     assert specs == set(ORDER)
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 import tasks.reward
+from grpo_lib.algorithms.losses import LOSSES
 from grpo_lib.errors import MissingPackageError, RankError, RankLostError
 from grpo_lib.placement.train_ranks import TrainRanks
 from grpo_lib.storage.manifests import Manifest
-from tests.flows.rank_losses import ACCIDENT
+from tests.flows.accidents import ACCIDENT
 from tests.flows.rank_runs import on_ranks
 from tests.flows.runs import fresh_process, of, train
 from tests.flows.tiny import use_easy_reward
@@ -31,6 +32,8 @@ def _easy_reward() -> Iterator[None]:
         patch.setattr(tasks.reward, "get_problem", use_easy_reward)
         yield
     fresh_process()
+    LOSSES._entries.pop("accident", None)  # as if the plugin had not been loaded here
+    sys.modules.pop("tests.flows.rank_losses", None)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_lib.config import RunConfig
 from grpo_lib.data.columns import ragged_column
+from grpo_lib.errors import ConfigError, ReplayError
 from grpo_lib.models import load_model
 from grpo_lib.run import Run
 from grpo_lib.storage.stages import Manifest
@@ -159,3 +160,64 @@ def test_an_iteration_that_goes_too_far_ends_early_and_says_so(tiny: Tiny) -> No
     )
     assert free.summary["optimizer_step"] == 4 and "stopped_early" not in free.summary
     assert stopped.summary["optimizer_step"] < 4 and stopped.summary["stopped_early"] == 1
+
+
+# --- what is not what was recorded ------------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_is_not_what_was_recorded_is_given_to_nobody(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpo_lib.placement.local import workers
+    from grpo_lib.placement.train import TrainWorker
+
+    config = tiny("iterations=1")
+    initial = of(train(config), "warm_start")[0].to_ref(reused=True)
+    fresh_process()
+    monkeypatch.setattr(TrainWorker, "digests", lambda self: ("0" * 64, None))
+    for _ in range(2):  # not the second time either
+        with pytest.raises(ReplayError, match="restored it has 0000"), workers(Run(config), initial).trainer():
+            pass
+
+
+def test_a_reference_model_that_has_changed_since_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    first = tiny("name=first", "iterations=1")
+    saved = of(train(first), "checkpoint")[-1]
+    weights(first, saved, tmp_path / "other")
+    fresh_process()
+    config = tiny("name=second", "iterations=1", f"reference.path={tmp_path / 'other'}")
+    before = of(train(config), "reference_model")[0].to_ref(reused=True)
+    fresh_process()
+    model = load_model(str(tmp_path / "other"), torch.float32, "cpu")
+    model.get_input_embeddings().weight.data[0] += 1
+    model.save_pretrained(tmp_path / "other")
+    from grpo_lib.placement.local import workers
+    from grpo_lib.placement.train import Rows
+
+    run = Run(config)
+    manifests = run.stages.manifests()
+    prompts, rollouts = (
+        [each.to_ref(reused=True) for each in of(manifests, name, 0)] for name in ("prompts", "rollout")
+    )
+    initial = of(manifests, "warm_start")[0].to_ref(reused=True)
+    with workers(run, initial).trainer() as trainer, pytest.raises(ReplayError, match="put the model back"):
+        trainer.score(["ref_logprobs"], Rows(prompts=prompts, rollouts=rollouts), before)
+
+
+def test_a_reference_of_other_shapes_can_t_follow_the_policy(tiny: Tiny, tmp_path: Path) -> None:
+    first = tiny("name=first", "iterations=1", "model.small.mlp_size=64")
+    weights(first, of(train(first), "checkpoint")[-1], tmp_path / "other")
+    fresh_process()
+    with pytest.raises(ConfigError, match="has weights of other names or shapes than the policy"):
+        train(tiny("name=second", f"reference.path={tmp_path / 'other'}", "reference.every=1"))
+
+
+def test_the_schedule_counts_only_iterations_in_which_the_policy_learns(tiny: Tiny) -> None:
+    config = tiny(
+        "iterations=5",
+        "algorithm.advantage=gae",
+        "critic.warmup_iterations=2",
+        "trainer.optimizer.schedule=linear",
+        "algorithm.kl.coef=0",
+    )
+    assert config.decay_steps == 3

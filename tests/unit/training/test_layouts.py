@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_lib.algorithms.aggregation import AGGREGATIONS
 from grpo_lib.errors import ModelError
+from grpo_lib.training import backends
 from grpo_lib.training import trainer as trainer_module
 from grpo_lib.training.backends import use_layout
 from grpo_lib.training.microbatches import Sequences
@@ -32,6 +33,7 @@ from tests.unit.training.trainers import (
     parameters,
 )
 
+CPU = torch.device("cpu")
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 CRITIC = {"lr": 1e-3, "value_clip": 0.2, "max_grad_norm": 1e6}
 
@@ -130,12 +132,23 @@ def test_the_exact_kl_on_packed_rows_is_that_on_padded_rows(architecture: str) -
 def test_a_model_whose_attention_can_t_keep_packed_rows_apart_is_padded_unless_packing_was_asked_for() -> None:
     model = tiny_model()
     model._supports_attention_backend = False
-    assert use_layout(model, "auto", None) == "padded" and model.config._attn_implementation == "sdpa"
+    assert use_layout(model, "auto", None, CPU) == "padded" and model.config._attn_implementation == "sdpa"
     with pytest.raises(
         ModelError, match=r"computes its attention itself, where packed rows would mix: set trainer\.layout=padded"
     ):
-        use_layout(model, "packed", None)
-    assert (use_layout(tiny_model(), "auto", None), use_layout(tiny_model(), "padded", None)) == ("packed", "padded")
+        use_layout(model, "packed", None, CPU)
+    assert [use_layout(tiny_model(), asked, None, CPU) for asked in ("auto", "padded")] == ["packed", "padded"]
+
+
+def test_a_device_without_a_kernel_for_packed_rows_gets_padded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(*_: Any) -> None:
+        raise RuntimeError("only supports newer devices")
+
+    monkeypatch.setattr(backends, "check_packing", no_kernel)
+    model = tiny_model()
+    assert use_layout(model, "auto", None, CPU) == "padded" and model.config._attn_implementation == "sdpa"
+    with pytest.raises(ModelError, match=r"only supports newer devices; set trainer\.layout=padded"):
+        use_layout(tiny_model(), "packed", None, CPU)
 
 
 # --- gradient checkpointing -------------------------------------------------------------------------------------------

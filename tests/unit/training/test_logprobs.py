@@ -14,6 +14,8 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 from grpo_lib.errors import ModelError
@@ -500,3 +502,11 @@ def test_a_model_that_makes_its_logits_in_another_way_is_refused(
         check_head(model)
     model.lm_head._forward_hooks.clear()
     check_head(model)  # and what it looked at, it left as it was
+
+
+def test_a_model_that_calls_its_inner_decoder_is_checked_too() -> None:
+    shape = OPTConfig(
+        vocab_size=23, hidden_size=16, word_embed_proj_dim=16, num_hidden_layers=1, num_attention_heads=2,
+        ffn_dim=32, max_position_embeddings=32,
+    )  # fmt: skip
+    check_head(OPTForCausalLM(shape).eval())

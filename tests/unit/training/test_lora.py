@@ -13,6 +13,7 @@ from torch import Tensor
 from grpo_lib.data.ragged import Ragged
 from grpo_lib.errors import ConfigError, MissingPackageError
 from grpo_lib.training.checkpoints import restore_trainer, save_trainer
+from grpo_lib.training.digest import weights_digest
 from grpo_lib.training.modules import PolicyModule
 from grpo_lib.training.trainer import Trainer
 from tests.tiny_models import random_sequences, tiny_model
@@ -248,3 +249,12 @@ def test_the_reference_of_adapters_computes_no_gradient() -> None:
     found: Ragged = trainer.ref_logprobs(SEQUENCES, 0.8)
     assert not found.values.requires_grad and trainer.world == ALONE
     assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_fresh_adapters_leave_a_negative_zero_of_the_base_as_it_is() -> None:
+    trainer, plain = make_trainer(settings=LORA), tiny_model()
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights = trainer.policy.weights()
+    weights[f"model.{name.removesuffix('weight')}base_layer.weight"].view(-1)[3] = -0.0
+    plain.state_dict()[name].view(-1)[3] = -0.0
+    assert trainer.digest() == weights_digest(plain.state_dict())

@@ -10,13 +10,13 @@ from grpo_lib.algorithms.aggregation import AGGREGATIONS
 from grpo_lib.algorithms.kl import k2, k3
 from grpo_lib.algorithms.losses import reinforce
 from grpo_lib.data.ragged import segment_sum
-from grpo_lib.errors import ConfigError, NonFiniteError
+from grpo_lib.errors import ConfigError, ModelError, NonFiniteError
 from grpo_lib.training import trainer as trainer_module
 from grpo_lib.training.base import KlTerm, StepMetrics, UpdateBatch
 from grpo_lib.training.flops import FlopCounter
 from grpo_lib.training.learner import TorchLearner
 from grpo_lib.training.updates import update_summary
-from tests.tiny_models import tiny_model
+from tests.tiny_models import VOCABULARY, random_sequences, tiny_model
 from tests.unit.training.test_logprobs import logits_one_row_at_a_time
 from tests.unit.training.trainers import (
     BATCHING,
@@ -28,6 +28,7 @@ from tests.unit.training.trainers import (
     gradients,
     make_batch,
     make_objective,
+    make_reference,
     make_trainer,
     only_group,
     parameters,
@@ -428,3 +429,29 @@ def test_a_step_of_no_rows_says_nothing_of_tokens() -> None:
     assert set(silent.values) == {"loss", "trained_rows", "model_tokens", "model_tflop", "grad_norm", "lr", "skipped"}
     assert silent.values["model_tokens"] == silent.values["model_tflop"] == 0.0
     assert update_summary(steps)["entropy"] > 1
+
+
+def test_a_mini_batch_that_ends_the_iteration_does_not_train_the_critic_either() -> None:
+    trainer = make_trainer(critic={"lr": 1e-2}, lr=0.1)
+    before = trainer.critic_digest()
+    batch = make_batch(2, values=True)
+    (step,) = trainer.update(batch, make_objective(), replace(BATCHING, max_kl=1e-9, epochs=3))
+    assert step.values["stopped_early"] == 1 and trainer.critic_digest() == before
+    trainer.update(batch, make_objective(), BATCHING)
+    assert trainer.critic_digest() != before
+
+
+def test_no_rows_have_no_scores() -> None:
+    nothing = random_sequences(1, 4).gather(torch.arange(0))
+    logprobs, entropy = make_trainer().logprobs(nothing, 1.0)
+    assert (logprobs.rows, len(logprobs.values), len(entropy.values)) == (0, 0, 0)
+
+
+def test_a_reference_of_another_vocabulary_is_refused() -> None:
+    def other() -> Any:
+        model = tiny_model()
+        model.resize_token_embeddings(VOCABULARY + 8)
+        return model
+
+    with pytest.raises(ModelError, match=f"a vocabulary of {VOCABULARY + 8} tokens, the policy one of {VOCABULARY}"):
+        make_reference(make_trainer(), other)
