@@ -31,10 +31,6 @@ class World:
         """Replaces every element by its maximum over the ranks."""
         return self._reduce(tensor, "MAX")
 
-    def min_(self, tensor: Tensor) -> Tensor:
-        """Replaces every element by its minimum over the ranks."""
-        return self._reduce(tensor, "MIN")
-
     def barrier(self) -> None:
         """Waits until every rank is here."""
         if self.size > 1:
