@@ -30,6 +30,9 @@ def run_name(value: str | None) -> str | None:
 RunName = Annotated[str, typer.Argument(help="Name of the run.", show_default=False, metavar="RUN", callback=run_name)]
 Store = Annotated[str, typer.Option("--store", envvar="GRPO_STORE", help="Folder or s3://bucket/prefix.")]
 Endpoint = Annotated[str | None, typer.Option("--endpoint-url", help="S3 endpoint, for services other than AWS.")]
+Version = Annotated[
+    int | None, typer.Option("-k", "--version", min=0, help="Policy after so many updates; default: the last.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, nothing else.")]
 
 
@@ -51,9 +54,7 @@ def resume(
 def evaluate(
     run: RunName,
     overrides: Overrides = None,
-    version: Annotated[
-        int | None, typer.Option("-k", "--version", min=0, help="Policy after so many updates; default: the last.")
-    ] = None,
+    version: Version = None,
     store: Store = "grpo-store",
     endpoint_url: Endpoint = None,
     as_json: Json = False,
@@ -94,9 +95,7 @@ def export(
     run: RunName,
     folder: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
     overrides: Overrides = None,
-    version: Annotated[
-        int | None, typer.Option("-k", "--version", min=0, help="Policy after so many updates; default: the last.")
-    ] = None,
+    version: Version = None,
     store: Store = "grpo-store",
     endpoint_url: Endpoint = None,
     as_json: Json = False,

@@ -126,13 +126,13 @@ class Training(Protocol):
     def close(self) -> None: ...
 
 
-def chosen_rows(run: Run, rows: Rows) -> tuple[Sequences, Tensor | None]:
-    """Prompt and response ids of the rows that are scored, and which they are, ``bool[B]``; None: all."""
+def chosen_rows(run: Run, rows: Rows) -> Sequences:
+    """Prompt and response ids of the rows that are scored."""
     everything = sequences(run.stages.table(rows.prompts), run.stages.table(rows.rollouts))
     if rows.selection is None:
-        return everything, None
+        return everything
     chosen = flag_column(run.stages.table(rows.selection), "used")
-    return everything.gather(torch.nonzero(chosen).squeeze(1)), chosen
+    return everything.gather(torch.nonzero(chosen).squeeze(1))
 
 
 @contextmanager
@@ -201,7 +201,7 @@ class TrainWorker:
         on_progress: Progress | None = None,
     ) -> Scores:
         assert set(asked) <= set(SCORES), asked
-        chosen, _ = chosen_rows(self._run, rows)
+        chosen = chosen_rows(self._run, rows)
         trainer, temperature = self.trainer, self._run.config.rollout.temperature
         found: dict[str, Ragged] = {}
         if "logprobs" in asked:

@@ -6,18 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from grpo_lib.training.learner import (
-    AdamWSettings,
-    adamw,
-    clipped_step,
-    named_moments,
-    set_moments,
-    trainable,
-    whole_weights,
-)
+from grpo_lib.training.learner import AdamWSettings, TorchLearner, named_moments, whole_weights
 from grpo_lib.training.modules import decoder_layers
 from grpo_lib.training.world import World
 
@@ -36,27 +28,15 @@ def shard(module: nn.Module, world: World, dtype: torch.dtype | None) -> Any:
     return fully_shard(module, **options)
 
 
-class Fsdp2Learner:
+class Fsdp2Learner(TorchLearner):
     """A `Learner` on every rank. Weights stay float32; with a lower ``dtype`` they are cast when gathered."""
 
     def __init__(self, module: nn.Module, settings: AdamWSettings, world: World, dtype: torch.dtype | None) -> None:
-        self.module = shard(module, world, dtype)
+        super().__init__(shard(module, world, dtype), settings)
         self._world = world
-        self._settings = settings
-        self._parameters = trainable(self.module)
-        self._optimizer = self._fresh_optimizer()
-
-    def _fresh_optimizer(self) -> torch.optim.AdamW:
-        return adamw(self._parameters, self._settings, fused=True)
 
     def backward(self, loss: Tensor) -> None:
         (loss * self._world.size).backward()  # FSDP averages over the ranks
-
-    def step(self, lr: float) -> float:
-        return clipped_step(self._optimizer, self._parameters, lr, self._settings.max_grad_norm)
-
-    def discard(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> dict[str, Tensor]:
         self._reshard()
@@ -71,18 +51,18 @@ class Fsdp2Learner:
 
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
         self._reshard()
-        own = self.module.state_dict()
-        with torch.no_grad():
-            for name, value in weights.items():
-                own[name].copy_(_part(value, own[name]))
-        self._optimizer = self._fresh_optimizer()
-        self.discard()
-        set_moments(self._optimizer, self._parameters, moments, _part)
+        super().load(weights, moments)
+
+    def _own(self, value: Tensor, like: Tensor) -> Tensor:
+        """This rank's shard of a tensor that every rank has; no communication."""
+        if not isinstance(like, DTensor):
+            return super()._own(value, like)
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
     def _reshard(self) -> None:
         """After a forward pass without backward the outermost weights are still whole."""
         for each in self.module.modules():
-            if hasattr(each, "reshard"):
+            if isinstance(each, FSDPModule):
                 each.reshard()
 
     def gathered(self) -> AbstractContextManager[None]:
@@ -98,10 +78,3 @@ def unsharded(module: Any) -> Iterator[None]:
 
 def _full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _part(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank has; no communication."""
-    if not isinstance(like, DTensor):
-        return value.to(like.device)
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -4,6 +4,7 @@ A backend owns wrapping, backward and step, the full state by parameter name, an
 update is the same code for all (`training/trainer.py`).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -108,7 +109,10 @@ def whole_weights(module: nn.Module, whole: Callable[[Tensor], Tensor], keep: bo
 
 
 class TorchLearner:
-    """The ``torch`` backend: one process, CPU or one GPU, float32 weights on it."""
+    """The ``torch`` backend: one process, CPU or one GPU, float32 weights on it.
+
+    Also what backends share whose optimizer holds its state by parameter: they say what is a rank's own part.
+    """
 
     def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
         self.module = module
@@ -138,10 +142,14 @@ class TorchLearner:
         own = self.module.state_dict()
         with torch.no_grad():
             for name, value in weights.items():
-                own[name].copy_(value)
+                own[name].copy_(self._own(value, own[name]))
         self._optimizer = self._fresh_optimizer()
         self.discard()  # of an update that failed half-way
-        set_moments(self._optimizer, self._parameters, moments, lambda value, like: value.to(like.device))
+        set_moments(self._optimizer, self._parameters, moments, self._own)
+
+    def _own(self, value: Tensor, like: Tensor) -> Tensor:
+        """Of a whole tensor what belongs into ``like``."""
+        return value.to(like.device)
 
     def gathered(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -156,7 +164,7 @@ def clipped_step(
             parameter.grad = torch.zeros_like(parameter)
     found = torch.nn.utils.clip_grad_norm_(parameters.values(), max_norm)
     norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
-    if norm == norm and norm != float("inf"):
+    if math.isfinite(norm):
         set_lr(optimizer, lr)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
