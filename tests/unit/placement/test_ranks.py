@@ -100,7 +100,12 @@ class Intruder(threading.Thread):
         self.modes = [stat.S_IMODE(found[0].parent.stat().st_mode)]
         with socket.socket(socket.AF_UNIX) as line:
             line.settimeout(START_SECONDS)
-            line.connect(str(found[0]))
+            while time.monotonic() < until:
+                try:
+                    line.connect(str(found[0]))
+                    break
+                except ConnectionRefusedError:  # the file is there, nobody listens yet
+                    time.sleep(0.01)
             line.sendall(self._first_line)
             try:
                 self.answer = line.recv(100)
