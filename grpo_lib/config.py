@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from grpo_lib.config_algorithm import AlgorithmConfig
 from grpo_lib.config_base import Section, UrlWithoutSecrets
+from grpo_lib.config_rollout import RolloutConfig
 
 
 class StoreConfig(Section):
@@ -146,31 +147,6 @@ class RewardConfig(Section):
             raise ValueError(
                 f"correct={self.correct} must be above format_only={self.format_only}, or nothing rewards being right"
             )
-        return self
-
-
-class RolloutConfig(Section):
-    """What the policy generates in each iteration."""
-
-    engine: Literal["local"] = Field("local", description="`local`: Transformers in this process.")
-    prompts: int = Field(16, ge=1, description="Prompts an iteration.")
-    samples: int = Field(8, ge=1, description="Responses a prompt: the group size.")
-    shards: int = Field(1, ge=1, description="Rollout and reward tasks an iteration.")
-    max_gen_batches: int = Field(
-        10,
-        ge=1,
-        le=1000,
-        description="With algorithm.filters: batches of prompts drawn at most, until `prompts` groups are left.",
-    )
-    temperature: float = Field(1.0, gt=0, le=10, description="Of sampling; all log-probs are of logits divided by it.")
-    max_prompt_tokens: int = Field(64, ge=1, description="A longer prompt is refused before the run.")
-    max_new_tokens: int = Field(96, ge=1, description="A response is cut there.")
-    max_batch_rows: int = Field(1024, ge=1, description="Rows the local engine decodes at a time.")
-
-    @model_validator(mode="after")
-    def _shards_fit(self) -> "RolloutConfig":
-        if self.shards > self.prompts:
-            raise ValueError(f"shards={self.shards} is more than prompts={self.prompts}; a shard is whole groups")
         return self
 
 
@@ -398,6 +374,20 @@ class RunConfig(Section):
                 f"trainer.mini_batch_prompts={trainer.mini_batch_prompts} is more than "
                 f"rollout.prompts={rollout.prompts}; make it at most that, or null"
             )
+        if (
+            rollout.shaped
+            and self.algorithm.old_logprobs == "decoupled"
+            and not (self.algorithm.rollout_correction.rollout_is)
+        ):
+            raise ValueError(
+                f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}, "
+                f"repetition_penalty={rollout.repetition_penalty:g}: responses are drawn from another distribution "
+                "than the policy that is trained; set algorithm.rollout_correction.preset=decoupled_token_is to weight "
+                "them (or algorithm.old_logprobs=bypass, which takes ratios to what they were drawn from), or leave "
+                "those settings at 1, 0, 0 and 1"
+            )
+        if rollout.vllm.adapters and (trainer.lora is None or rollout.engine != "vllm"):
+            raise ValueError("rollout.vllm.adapters=true needs rollout.engine=vllm and trainer.lora; set both")
         longest = rollout.max_prompt_tokens + rollout.max_new_tokens
         if trainer.max_tokens < longest:
             raise ValueError(

@@ -10,9 +10,8 @@ import torch
 
 from grpo_lib.algorithms.evaluation import maj_at_k, pass_at_k, standard_error
 from grpo_lib.data.columns import list_array, ragged_column
-from grpo_lib.data.ragged import Ragged
 from grpo_lib.data.schemas import EVALUATION, TOKENS
-from grpo_lib.generation.base import Engine, Sampling
+from grpo_lib.generation.base import Engine, Request, Sampling
 from grpo_lib.generation.rollouts import decode, finish_reasons
 from grpo_lib.rewards.scoring import reward_table
 from grpo_lib.seeds import row_seeds
@@ -35,8 +34,9 @@ def evaluate_mode(
     ids = ragged_column(prompts, "prompt_ids")
     count = prompts.num_rows * samples
     seeds = torch.from_numpy(row_seeds(seed, 0, count))
-    made = engine.generate(ids.values, ids.offsets, seeds, samples, sampling, on_progress)
-    responses = Ragged(values=made.response_ids, offsets=made.offsets)
+    request = Request(prompts=ids, seeds=seeds, n=samples, sampling=sampling)
+    made = engine.generate(request, on_progress)
+    responses = made.responses
     prompt_row = np.repeat(np.arange(prompts.num_rows), samples)
     generated = pa.table(
         {

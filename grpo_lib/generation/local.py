@@ -5,20 +5,25 @@ rows that still run. Prompts of a batch have similar lengths and are padded on t
 """
 
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from grpo_lib.data.ragged import Ragged, lengths_to_offsets
 from grpo_lib.errors import ModelError
-from grpo_lib.generation.base import Generated, Sampling
+from grpo_lib.generation.base import LENGTH, STOP, UNFINISHED, Generated, Progress, Request, Sampling
 from grpo_lib.generation.cache import GROUPED_SDPA, RoomyCache, as_additive, use_grouped_attention
 from grpo_lib.generation.sampling import choose
+from grpo_lib.generation.stops import Stops
 from grpo_lib.seeds import uniforms
 from grpo_lib.training.digest import HEAD, weights_digest
 
@@ -28,6 +33,25 @@ LEAVE_FRACTION = 0.125
 """Ended rows leave the batch once they are this fraction of it; leaving means copying the cache of the others."""
 REPORT_STEPS = 16
 """Decoding steps between two reports of progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """Of all ``B`` rows; what is behind the end of a row means nothing."""
+
+    ids: Tensor
+    """``int32[B, max_new_tokens]``."""
+    logprobs: Tensor
+    """``float32[B, max_new_tokens]``."""
+    lengths: Tensor
+    """``int64[B]``."""
+    finish: Tensor
+    """``uint8[B]``."""
+
+    def collect(self) -> Generated:
+        inside = torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths.unsqueeze(1)
+        responses = Ragged(values=self.ids[inside].cpu(), offsets=lengths_to_offsets(self.lengths).cpu())
+        return Generated(responses=responses, logprobs=self.logprobs[inside].cpu(), finish=self.finish.cpu())
 
 
 @dataclass(kw_only=True)
@@ -47,6 +71,10 @@ class _Batch:
     cache: RoomyCache
     logits: Tensor
     """``[A, vocabulary]``: of the next token."""
+    limits: Tensor | None = None
+    """``int64[A]``: tokens that a row may have; None: all rows have the same limit."""
+    seen: Tensor | None = None
+    """``bool[A, vocabulary]``: tokens so far; None: there is no penalty on repetition."""
 
 
 class LocalEngine:
@@ -55,6 +83,7 @@ class LocalEngine:
     Args:
         model: the engine's own; it is switched to evaluation mode and its weights change with ``load``.
         eos_token_ids: tokens that end a response.
+        tokenizer: for stop strings.
         max_batch_rows: rows that are decoded at a time.
 
     Raises:
@@ -62,12 +91,21 @@ class LocalEngine:
     """
 
     name = "local"
+    version = f"transformers {transformers.__version__}"
 
-    def __init__(self, model: PreTrainedModel, *, eos_token_ids: Sequence[int], max_batch_rows: int = 1024) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: Sequence[int],
+        tokenizer: Any = None,
+        max_batch_rows: int = 1024,
+    ) -> None:
         self._model = model.eval()
         self._device = next(model.parameters()).device
         self._max_batch_rows = max_batch_rows
-        self._eos = torch.tensor(sorted(eos_token_ids), device=self._device)
+        self._eos = sorted(eos_token_ids)
+        self._tokenizer = tokenizer
         self._digest = weights_digest(model.state_dict())
         layer_types, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
         if unknown := set(layer_types) - {"full_attention", "sliding_attention"}:
@@ -88,44 +126,51 @@ class LocalEngine:
         )
 
     @torch.inference_mode()
-    def generate(
-        self,
-        prompt_ids: Tensor,
-        prompt_offsets: Tensor,
-        seeds: Tensor,
-        n: int,
-        sampling: Sampling,
-        on_progress: Callable[[int, int, int], None] | None = None,
-    ) -> Generated:
+    def generate(self, request: Request, on_progress: Progress | None = None) -> Generated:
         """See `Engine.generate`. Deterministic; rows depend on their batch by rounding of logits only."""
-        total, prompt_lengths = len(seeds), prompt_offsets.diff()
-        assert total == n * len(prompt_lengths), f"{total} seeds for {len(prompt_lengths)} prompts x {n}"
-        ids = torch.zeros(total, sampling.max_new_tokens, dtype=torch.int32, device=self._device)
-        logprobs = torch.zeros(total, sampling.max_new_tokens, device=self._device)
-        order = prompt_lengths.repeat_interleave(n).argsort(stable=True)
-        tokens = 0
+        sampling, total = request.sampling, len(request.seeds)
+        size = (total, sampling.max_new_tokens)
+        made = _Made(
+            ids=torch.zeros(size, dtype=torch.int32, device=self._device),
+            logprobs=torch.zeros(size, device=self._device),
+            lengths=torch.zeros(total, dtype=torch.int64, device=self._device),
+            finish=torch.full((total,), UNFINISHED, dtype=torch.uint8, device=self._device),
+        )
+        stops = Stops(sampling, eos=self._eos, tokenizer=self._tokenizer, device=self._device)
+        order = request.prompts.lengths.repeat_interleave(request.n).argsort(stable=True)
+        tokens, began = 0, time.perf_counter()
         for start in range(0, total, self._max_batch_rows):
-            rows = order[start : start + self._max_batch_rows]
 
-            def report(finished: int, made: int, start: int = start, before: int = tokens) -> None:
+            def go_on(finished: int, new: int, start: int = start, before: int = tokens) -> bool:
                 if on_progress is not None:
-                    on_progress(start + finished, total, before + made)
+                    on_progress(start + finished, total, before + new)
+                budget, seconds = request.budget, time.perf_counter() - began
+                return budget is None or not budget.used_up(seconds, before + new)
 
-            prompts, sample_of = (rows // n).unique(return_inverse=True)
-            batch = self._prefill(prompt_ids, prompt_offsets, prompts, sampling.max_new_tokens)
-            batch.rows, batch.seeds = rows.to(self._device), seeds[rows].numpy()
-            batch.running = torch.ones_like(batch.rows, dtype=torch.bool)
-            self._spread(batch, sample_of.to(self._device), sampling.max_new_tokens)
-            tokens += self._decode(batch, sampling, ids, logprobs, report)
-        return self._collect(ids, logprobs)
+            if not go_on(0, 0):
+                break
+            batch = self._start(request, order[start : start + self._max_batch_rows])
+            tokens += self._decode(batch, sampling, stops, made, go_on)
+        return made.collect()
 
-    def _prefill(self, prompt_ids: Tensor, prompt_offsets: Tensor, prompts: Tensor, max_new_tokens: int) -> _Batch:
+    def _start(self, request: Request, rows: Tensor) -> _Batch:
+        """The rows' prompts are in the cache, each of them computed once."""
+        prompts, sample_of = (rows // request.n).unique(return_inverse=True)
+        batch = self._prefill(request, prompts)
+        batch.rows, batch.seeds = rows.to(self._device), request.seeds[rows].numpy()
+        batch.running = torch.ones_like(batch.rows, dtype=torch.bool)
+        if request.limits is not None:
+            batch.limits = request.limits[rows].to(self._device)
+        self._spread(batch, sample_of.to(self._device), request.sampling.max_new_tokens)
+        return batch
+
+    def _prefill(self, request: Request, prompts: Tensor) -> _Batch:
         """Runs each of ``prompts`` once; a slot is a prompt, its rows and seeds are not set yet."""
-        lengths = prompt_offsets.diff()[prompts]
+        lengths = request.prompts.lengths[prompts]
         width = int(lengths.max())
         places = torch.arange(width) - (width - lengths).unsqueeze(1)
         valid, positions = places >= 0, places.clamp(min=0)
-        ids = prompt_ids[prompt_offsets[:-1][prompts].unsqueeze(1) + positions].long()
+        ids = request.prompts.values[request.prompts.offsets[:-1][prompts].unsqueeze(1) + positions].long()
         padded = not bool(valid.all())
         cache = RoomyCache(self._layers)
         logits = self._forward(
@@ -133,8 +178,13 @@ class LocalEngine:
         )
         mask = None
         if padded:
-            whole = torch.cat([valid, valid.new_ones(len(valid), max_new_tokens)], 1).to(self._device)
-            mask = as_additive(whole, self._model.dtype) if self._ready_mask else whole
+            whole = torch.cat([valid, valid.new_ones(len(valid), request.sampling.max_new_tokens)], 1)
+            mask = as_additive(whole.to(self._device), self._model.dtype) if self._ready_mask else whole
+        seen = None
+        if request.sampling.repetition_penalty != 1:  # padding repeats the first token
+            seen = torch.zeros(logits.shape, dtype=torch.bool, device=self._device).scatter_(
+                1, ids.to(self._device), True
+            )
         return _Batch(
             rows=prompts,
             seeds=np.empty(0, dtype=np.int64),
@@ -143,43 +193,54 @@ class LocalEngine:
             mask=mask,
             cache=cache,
             logits=logits,
+            seen=seen,
         )
 
     def _spread(self, batch: _Batch, slots: Tensor, max_new_tokens: int) -> None:
         """Every row gets a copy of its prompt's slot."""
         batch.cache.take(slots, min(max_new_tokens, SPARE_TOKENS))
         batch.positions, batch.logits = batch.positions[slots], batch.logits[slots]
-        batch.mask = None if batch.mask is None else batch.mask[slots]
+        batch.mask, batch.seen = (None if each is None else each[slots] for each in (batch.mask, batch.seen))
 
     def _decode(
-        self, batch: _Batch, sampling: Sampling, ids: Tensor, logprobs: Tensor, report: Callable[[int, int], None]
+        self, batch: _Batch, sampling: Sampling, stops: Stops, made: _Made, go_on: Callable[[int, int], bool]
     ) -> int:
-        """Writes the tokens of the batch's rows into ``ids`` and ``logprobs``; returns their number.
-
-        What is written behind the end of a row means nothing.
-        """
+        """Fills in the batch's rows; returns the number of tokens."""
         total = running = len(batch.rows)
-        tokens = 0
-        for step in range(sampling.max_new_tokens):
+        tokens, longest = 0, sampling.max_new_tokens
+        for step in range(longest):
             uniform = None
             if sampling.temperature > 0:
                 uniform = torch.from_numpy(uniforms(batch.seeds, step)).to(self._device)
-            chosen, logprob = choose(batch.logits, sampling.temperature, uniform)
-            ids[batch.rows, step] = chosen.int()
-            logprobs[batch.rows, step] = logprob
+            chosen, logprob = choose(batch.logits, sampling, uniform, batch.seen)
+            made.ids[batch.rows, step] = chosen.int()
+            made.logprobs[batch.rows, step] = logprob
             tokens += running
-            batch.running &= ~self._is_eos(chosen)
+            self._end(batch, made, step + 1, stops.reached(chosen, made.ids, batch.rows, step + 1), STOP)
+            if batch.limits is not None:
+                self._end(batch, made, step + 1, batch.limits == step + 1, LENGTH)
             running = int(batch.running.sum())
-            if running == 0 or step + 1 == sampling.max_new_tokens:
+            if running == 0 or step + 1 == longest:
+                self._end(batch, made, step + 1, batch.running, LENGTH)
+                break
+            if (step + 1) % REPORT_STEPS == 0 and not go_on(total - running, tokens):
+                self._end(batch, made, step + 1, batch.running, UNFINISHED)
                 break
             if running <= (1 - LEAVE_FRACTION) * len(chosen):
-                chosen = chosen[self._drop_ended(batch, sampling.max_new_tokens - step)]
+                chosen = chosen[self._drop_ended(batch, longest - step)]
+            if batch.seen is not None:
+                batch.seen.scatter_(1, chosen.unsqueeze(1), True)
             batch.logits = self._forward(chosen.unsqueeze(1), batch.positions, batch.mask, batch.cache)
             batch.positions += 1
-            if (step + 1) % REPORT_STEPS == 0:
-                report(total - running, tokens)
-        report(total, tokens)
+        go_on(total, tokens)
         return tokens
+
+    @staticmethod
+    def _end(batch: _Batch, made: _Made, length: int, which: Tensor, reason: int) -> None:
+        """Those of the running rows end here."""
+        rows = batch.rows[which & batch.running]
+        made.lengths[rows], made.finish[rows] = length, reason
+        batch.running = batch.running & ~which
 
     def _drop_ended(self, batch: _Batch, tokens_left: int) -> Tensor:
         """Takes ended rows out of the batch; returns the slots that stay, ``int64``."""
@@ -187,7 +248,9 @@ class LocalEngine:
         batch.cache.take(slots, min(tokens_left, SPARE_TOKENS))
         batch.rows, batch.seeds = batch.rows[slots], batch.seeds[slots.cpu().numpy()]
         batch.running, batch.positions = batch.running[slots], batch.positions[slots]
-        batch.mask = None if batch.mask is None else batch.mask[slots]
+        batch.mask, batch.seen, batch.limits = (
+            None if each is None else each[slots] for each in (batch.mask, batch.seen, batch.limits)
+        )
         return slots
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: RoomyCache) -> Tensor:
@@ -200,22 +263,6 @@ class LocalEngine:
             input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **inputs, **self._logits_of_last
         )
         return output.logits[:, -1]
-
-    def _is_eos(self, ids: Tensor) -> Tensor:
-        return ids == self._eos if len(self._eos) == 1 else torch.isin(ids, self._eos)
-
-    def _collect(self, ids: Tensor, logprobs: Tensor) -> Generated:
-        """Cuts every row after its first end-of-sequence token; all on the CPU."""
-        is_eos = self._is_eos(ids)
-        finished = is_eos.any(1)
-        lengths = torch.where(finished, is_eos.int().argmax(1) + 1, ids.shape[1])
-        inside = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
-        return Generated(
-            response_ids=ids[inside].cpu(),
-            offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).cpu(),
-            logprobs=logprobs[inside].cpu(),
-            finished=finished.cpu(),
-        )
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:

@@ -12,12 +12,10 @@ from grpo_lib.data.columns import list_array, ragged_column
 from grpo_lib.data.ragged import Ragged
 from grpo_lib.data.schemas import FLOATS, MASK, ROLLOUTS, TOKENS
 from grpo_lib.errors import NonFiniteError, ParityError
-from grpo_lib.generation.base import Engine, Generated, Sampling
+from grpo_lib.generation.base import FINISH_REASONS, Engine, Generated, Progress, Request, Sampling
 from grpo_lib.seeds import row_seeds
 from grpo_lib.training.microbatches import Sequences
 from grpo_lib.training.updates import sequences
-
-Progress = Callable[[int, int, int], None]
 
 
 def generate_rollouts(
@@ -40,7 +38,8 @@ def generate_rollouts(
     ids = ragged_column(prompts, "prompt_ids")
     count = prompts.num_rows * samples
     seeds = row_seeds(seed, first_prompt * samples, count)
-    made = engine.generate(ids.values, ids.offsets, torch.from_numpy(seeds), samples, sampling, on_progress)
+    request = Request(prompts=ids, seeds=torch.from_numpy(seeds), n=samples, sampling=sampling)
+    made = engine.generate(request, on_progress)
     if bool(torch.isnan(made.logprobs).any()):  # infinite ones are dropped, and counted, by the advantage stage
         raise NonFiniteError(
             f"engine {engine.name} gave log-probs that are NaN; the policy's weights are broken: "
@@ -48,13 +47,13 @@ def generate_rollouts(
         )
     prompt_row = np.repeat(np.arange(first_prompt, first_prompt + prompts.num_rows, dtype=np.int32), samples)
     sample = np.tile(np.arange(samples), prompts.num_rows)
-    responses = Ragged(values=made.response_ids, offsets=made.offsets)
+    responses = made.responses
     columns = {
         "rollout_id": rollout_ids(iteration, prompt_row, sample),
         "prompt_row": pa.array(prompt_row),
         "group_id": pa.array(prompt_row.astype(np.int64)),
         "response_ids": list_array(responses, TOKENS),
-        "response_mask": list_array(responses.with_values(torch.ones(len(made.response_ids), dtype=torch.uint8)), MASK),
+        "response_mask": list_array(responses.with_values(torch.ones(len(made.logprobs), dtype=torch.uint8)), MASK),
         "rollout_logprobs": list_array(responses.with_values(made.logprobs), FLOATS),
         "finish_reason": finish_reasons(made),
         "seed": pa.array(seeds),
@@ -73,7 +72,7 @@ def rollout_ids(iteration: int, prompt_row: np.ndarray, sample: np.ndarray) -> p
 
 
 def finish_reasons(made: Generated) -> pa.Array:
-    return pc.if_else(pa.array(made.finished.numpy()), "stop", "length")
+    return pa.array(FINISH_REASONS).take(pa.array(made.finish.numpy()))
 
 
 def decode(tokenizer: Any, responses: Ragged) -> list[str]:

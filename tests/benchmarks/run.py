@@ -17,7 +17,8 @@ from trainer import trainer
 
 from grpo_lib.config import CountdownData, SmallModelConfig, StoreConfig
 from grpo_lib.config_files import make_config
-from grpo_lib.generation.base import Sampling
+from grpo_lib.data.ragged import Ragged
+from grpo_lib.generation.base import Request, Sampling
 from grpo_lib.generation.local import LocalEngine
 from grpo_lib.models import make_small_model, make_tokenizer
 from grpo_lib.problems import get_problem
@@ -58,7 +59,8 @@ def generation() -> None:
     padded = tokenizer(texts, return_tensors="pt", padding=True)
 
     def ours() -> None:
-        engine.generate(ids, offsets, seeds, 8, Sampling(temperature=1.0, max_new_tokens=64))
+        sampling = Sampling(temperature=1.0, max_new_tokens=64)
+        engine.generate(Request(prompts=Ragged(values=ids, offsets=offsets), seeds=seeds, n=8, sampling=sampling))
 
     def theirs() -> None:
         with torch.inference_mode():

@@ -1,15 +1,14 @@
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import torch
-from torch import Tensor
 
+from grpo_lib.data.ragged import Ragged, lengths_to_offsets
 from grpo_lib.data.schemas import EVALUATION, TOKENS
 from grpo_lib.evaluation import evaluate_mode, evaluation_summary
-from grpo_lib.generation.base import Generated, Sampling
+from grpo_lib.generation.base import LENGTH, STOP, Generated, Progress, Request, Sampling
 from grpo_lib.models import make_tokenizer
 from grpo_lib.seeds import row_seeds
 from grpo_lib.types import RewardResult, Sample
@@ -137,25 +136,18 @@ class Parrot:
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int, Sampling]] = []
 
-    def generate(
-        self,
-        prompt_ids: Tensor,
-        prompt_offsets: Tensor,
-        seeds: Tensor,
-        n: int,
-        sampling: Sampling,
-        on_progress: Callable[[int, int, int], None] | None = None,
-    ) -> Generated:
-        self.asked.append((seeds.tolist(), n, sampling))
-        first = prompt_ids[prompt_offsets[:-1]].tolist()
+    def generate(self, request: Request, on_progress: Progress | None = None) -> Generated:
+        prompts, n = request.prompts, request.n
+        self.asked.append((request.seeds.tolist(), n, request.sampling))
+        first = prompts.values[prompts.offsets[:-1]].tolist()
         rows = [[token] * (sample + 1) for token in first for sample in range(n)]
-        lengths = torch.tensor([0] + [len(row) for row in rows])
-        finished = torch.ones(len(rows), dtype=torch.bool)
-        finished[-1] = False
-        values = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
-        return Generated(
-            response_ids=values, offsets=lengths.cumsum(0), logprobs=torch.zeros(len(values)), finished=finished
+        finish = torch.full((len(rows),), STOP, dtype=torch.uint8)
+        finish[-1] = LENGTH
+        responses = Ragged(
+            values=torch.tensor([token for row in rows for token in row], dtype=torch.int32),
+            offsets=lengths_to_offsets(torch.tensor([len(row) for row in rows])),
         )
+        return Generated(responses=responses, logprobs=torch.zeros(len(responses.values)), finish=finish)
 
 
 def judge(sample: Sample) -> RewardResult | None:

@@ -13,8 +13,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from grpo_lib.data.ragged import Ragged
 from grpo_lib.errors import ModelError
-from grpo_lib.generation.base import Sampling
+from grpo_lib.generation.base import STOP, Request, Sampling
 from grpo_lib.generation.local import LocalEngine
 from grpo_lib.generation.sampling import choose
 from grpo_lib.seeds import uniforms
@@ -56,6 +57,7 @@ CONFIGS = {
 }
 PROMPTS = [[5, 6, 7, 8, 9], [3], [4, 4], [10, 11, 12, 13, 14, 15, 16]]
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=12)
+SAMPLING_AT_1 = Sampling(temperature=1.0, max_new_tokens=12)
 
 
 @pytest.fixture(autouse=True)
@@ -77,16 +79,18 @@ def make_engine(name="qwen3", seed=0, **options):
 
 def ragged(prompts):
     offsets = torch.tensor([0, *np.cumsum([len(prompt) for prompt in prompts])])
-    return torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int32), offsets
+    ids = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int32)
+    return Ragged(values=ids, offsets=offsets)
 
 
 def generate(engine, prompts=PROMPTS, n=3, sampling=SAMPLING, seeds=None, on_progress=None):
     seeds = torch.arange(len(prompts) * n) if seeds is None else seeds
-    return engine.generate(*ragged(prompts), seeds, n, sampling, on_progress)
+    return engine.generate(Request(prompts=ragged(prompts), seeds=seeds, n=n, sampling=sampling), on_progress)
 
 
 def rows_of(made):
-    return [made.response_ids[start:end].tolist() for start, end in pairwise(made.offsets.tolist())]
+    responses = made.responses
+    return [responses.values[start:end].tolist() for start, end in pairwise(responses.offsets.tolist())]
 
 
 @torch.no_grad()
@@ -151,8 +155,8 @@ def test_other_seeds_give_other_rows():
 
 def test_finished_rows_end_with_eos_and_others_are_cut_at_the_limit():
     made = generate(make_engine(), n=16, sampling=Sampling(temperature=1.0, max_new_tokens=8))
-    assert 0 < int(made.finished.sum()) < 64
-    for ids, finished in zip(rows_of(made), made.finished.tolist(), strict=True):
+    assert 0 < int((made.finish == STOP).sum()) < 64
+    for ids, finished in zip(rows_of(made), (made.finish == STOP).tolist(), strict=True):
         assert EOS not in ids[:-1]
         assert (ids[-1] == EOS) == finished
         assert finished or len(ids) == 8
@@ -161,24 +165,24 @@ def test_finished_rows_end_with_eos_and_others_are_cut_at_the_limit():
 def test_any_of_several_eos_tokens_ends_a_row():
     engine = LocalEngine(make_model(), eos_token_ids=[EOS, 7])
     made = generate(engine, n=16)
-    endings = {ids[-1] for ids, finished in zip(rows_of(made), made.finished.tolist(), strict=True) if finished}
+    endings = {ids[-1] for ids, finished in zip(rows_of(made), (made.finish == STOP).tolist(), strict=True) if finished}
     assert endings == {EOS, 7}
 
 
 def test_types_and_shapes_are_those_of_the_contract():
     made = generate(make_engine())
-    assert made.response_ids.dtype == torch.int32
-    assert made.offsets.dtype == torch.int64 and made.offsets.shape == (13,)
-    assert made.logprobs.dtype == torch.float32 and made.logprobs.shape == made.response_ids.shape
-    assert made.finished.dtype == torch.bool and made.finished.shape == (12,)
-    assert int(made.offsets[-1]) == len(made.response_ids)
+    assert made.responses.values.dtype == torch.int32
+    assert made.responses.offsets.dtype == torch.int64 and made.responses.offsets.shape == (13,)
+    assert made.logprobs.dtype == torch.float32 and made.logprobs.shape == made.responses.values.shape
+    assert made.finish.dtype == torch.uint8 and made.finish.shape == (12,)
+    assert int(made.responses.offsets[-1]) == len(made.responses.values)
 
 
 def test_progress_counts_up_to_all_rows_and_tokens():
     calls = []
     made = generate(make_engine(max_batch_rows=5), on_progress=lambda *call: calls.append(call))
     assert calls == sorted(calls)
-    assert calls[-1] == (12, 12, len(made.response_ids))
+    assert calls[-1] == (12, 12, len(made.responses.values))
 
 
 def test_loaded_weights_change_the_rows_and_the_digest_and_can_be_changed_back():
@@ -235,7 +239,7 @@ def test_sampled_tokens_follow_the_distribution():
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1, 0.0])
     draws = 20_000
     uniform = torch.from_numpy(uniforms(np.arange(draws), 3))
-    tokens, logprobs = choose(probabilities.log().expand(draws, -1), 1.0, uniform)
+    tokens, logprobs = choose(probabilities.log().expand(draws, -1), SAMPLING_AT_1, uniform, None)
     counts = tokens.bincount(minlength=5).double()
     assert counts[4] == 0
     expected = draws * probabilities[:4].double()
@@ -253,7 +257,9 @@ def test_uniforms_of_steps_and_of_neighbouring_seeds_are_independent():
 
 
 def test_broken_logits_show_in_the_logprobs():
-    tokens, logprobs = choose(torch.full((1, 3), float("nan")), 1.0, torch.tensor([0.5], dtype=torch.float64))
+    tokens, logprobs = choose(
+        torch.full((1, 3), float("nan")), SAMPLING_AT_1, torch.tensor([0.5], dtype=torch.float64), None
+    )
     assert tokens.tolist() == [2] and bool(logprobs.isnan().all())
 
 
@@ -262,7 +268,7 @@ def test_the_distribution_of_a_whole_model_is_sampled():
     made = generate(make_engine(), [[5, 6]], n=4096, sampling=Sampling(temperature=1.0, max_new_tokens=1))
     with torch.no_grad():
         probabilities = model(input_ids=torch.tensor([[5, 6]])).logits[0, -1].softmax(-1).double()
-    counts = made.response_ids.bincount(minlength=VOCABULARY).double()
+    counts = made.responses.values.bincount(minlength=VOCABULARY).double()
     chi_square = float(((counts - 4096 * probabilities) ** 2 / (4096 * probabilities)).sum())
     assert chi_square < 42.31  # 99.9 % of samples with 18 degrees of freedom
 
