@@ -1,7 +1,8 @@
 """`rollout`: responses of the policy to a shard of the iteration's prompts; `greedy_rollout`: its most likely ones."""
 
 from grpo_lib.generation.base import Sampling
-from grpo_lib.generation.rollouts import check_parity, generate_rollouts, rollout_summary
+from grpo_lib.generation.parity import check_parity
+from grpo_lib.generation.rollouts import generate_rollouts, rollout_summary
 from grpo_lib.seeds import derive_seed
 from grpo_lib.storage.keys import StageSpec
 from grpo_lib.storage.stages import ArtifactRef
