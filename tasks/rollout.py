@@ -1,8 +1,8 @@
 """`rollout`: responses of the policy to a shard of the iteration's prompts; `greedy_rollout`: its most likely ones."""
 
-from grpo_lib.generation.base import Sampling
 from grpo_lib.generation.parity import check_parity
 from grpo_lib.generation.rollouts import generate_rollouts, rollout_summary
+from grpo_lib.placement.engines import SAMPLING, sampling_of
 from grpo_lib.seeds import derive_seed
 from grpo_lib.storage.keys import StageSpec
 from grpo_lib.storage.stages import ArtifactRef
@@ -11,17 +11,15 @@ from tasks.base import Stage, stage_task
 GREEDY = StageSpec(
     name="greedy_rollout",
     version=1,
-    reads=("rollout.engine", "rollout.max_new_tokens", "rollout.max_batch_rows", "model.dtype"),
+    reads=(*SAMPLING, "rollout.max_batch_rows", "model.dtype"),
 )
 ROLLOUT = StageSpec(
     name="rollout",
     version=1,
     reads=(
-        "rollout.engine",
+        *SAMPLING,
         "rollout.samples",
         "rollout.shards",
-        "rollout.temperature",
-        "rollout.max_new_tokens",
         "rollout.max_batch_rows",
         "model.dtype",
         "parity.rows",
@@ -38,7 +36,7 @@ def rollout(stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef) -> Ar
     table, batch = stage.table(prompts), prompts[-1].rows
     earlier, shard = table.num_rows - batch, stage.shard % settings.shards
     first, last = (earlier + batch * each // settings.shards for each in (shard, shard + 1))
-    workers = stage.workers(policy)
+    workers, sampling = stage.workers(policy), sampling_of(stage.config)
     with workers.engine_at(policy) as engine:
         rollouts = generate_rollouts(
             engine,
@@ -46,7 +44,7 @@ def rollout(stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef) -> Ar
             workers.tokenizer,
             first_prompt=first,
             samples=settings.samples,
-            sampling=Sampling(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens),
+            sampling=sampling,
             seed=derive_seed(stage.config.seed, "rollout", stage.k),
             iteration=stage.k,
             policy_version=stage.summary(policy)["policy_version"],
@@ -54,14 +52,14 @@ def rollout(stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef) -> Ar
         )
         with workers.trainer_at(policy) as trainer:
             parity = check_parity(
-                lambda few: trainer.score_few(few, settings.temperature),
+                lambda few: trainer.score_few(few, sampling),
                 lambda: trainer.digests()[0],
                 table,
                 rollouts,
                 engine=engine,
                 rows=stage.config.parity.rows,
                 max_mean=stage.config.parity_bound,
-                temperature=settings.temperature,
+                sampling=sampling,
             )
     tokens = len(rollouts.column("response_ids").combine_chunks().flatten())
     return stage.commit(rollouts, tokens=tokens, summary=rollout_summary(rollouts) | parity)
@@ -78,7 +76,7 @@ def greedy_rollout(stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef
             workers.tokenizer,
             first_prompt=0,
             samples=1,
-            sampling=Sampling(temperature=0.0, max_new_tokens=stage.config.rollout.max_new_tokens),
+            sampling=sampling_of(stage.config, greedy=True),
             seed=0,
             iteration=stage.k,
             policy_version=stage.summary(policy)["policy_version"],

@@ -6,7 +6,7 @@ response tokens in all.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -45,6 +45,12 @@ class Sampling:
     """A row ends with the token that completes one of these texts, which stays in the response."""
     stop_token_ids: tuple[int, ...] = ()
     """A row ends with one of these tokens, as with an end-of-sequence token."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Sampling":
+        """The inverse of ``dataclasses.asdict`` and JSON, which has no tuples."""
+        lists: dict[str, Any] = {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
+        return cls(**{**values, **lists})
 
     @property
     def shaped(self) -> bool:
@@ -112,6 +118,11 @@ class Engine(Protocol):
     name: str
     version: str
     """Of the software that generates, for errors and records."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used; one whose process is gone can't."""
+        ...
 
     def generate(self, request: Request, on_progress: Progress | None = None) -> Generated:
         """Samples the responses.

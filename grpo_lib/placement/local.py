@@ -19,9 +19,9 @@ from torch import Tensor
 
 from grpo_lib.errors import ParityError, ReplayError
 from grpo_lib.generation.base import Engine
-from grpo_lib.generation.local import LocalEngine
 from grpo_lib.models import load_model, load_tokenizer
 from grpo_lib.placement.devices import torch_device
+from grpo_lib.placement.engines import is_outside, make_engine, shares_gpu
 from grpo_lib.placement.train import DTYPES, Training, TrainWorker, model_folder
 from grpo_lib.placement.train_ranks import TrainRanks
 from grpo_lib.progress import progress
@@ -54,6 +54,8 @@ class Workers:
         self._held: str | None = None
         self._engine_held: str | None = None
         self.device = torch_device(run.config.placement.device)
+        self._engine_made: Engine | None = None
+        self._shares_gpu = shares_gpu(run.config, self.device)
         self._folder = self._model_folder()
 
     def _model_folder(self) -> Path:
@@ -72,7 +74,7 @@ class Workers:
     def _training(self) -> Training:
         """What trains; a fresh one, with the initial policy, when there is none or its ranks are gone."""
         if self._made is None or not self._made.alive:
-            self.close()
+            self._close_trainer()
             self._held = None
             config = self._run.config
             made: Training
@@ -90,16 +92,23 @@ class Workers:
         return self._made
 
     def close(self) -> None:
-        """Ends the trainer's ranks, if it has any."""
+        """Lets trainer and engine go."""
+        self._close_trainer()
+        self._close_engine()
+
+    def _close_trainer(self) -> None:
         if self._made is not None:
             self._made.close()
             self._made = None
 
-    def end_ranks(self) -> None:
-        """Ends the trainer's ranks; the next that needs them starts others."""
+    def end_processes(self) -> None:
+        """Ends the trainer's ranks and the engine's process; the next that needs them starts others."""
         with self._trainer_lock:
             if isinstance(self._made, TrainRanks):
-                self.close()
+                self._close_trainer()
+        with self._engine_lock:
+            if is_outside(self._run.config):
+                self._close_engine()
 
     @property
     def description(self) -> Description:
@@ -111,19 +120,28 @@ class Workers:
         with model_folder(self._run, reference, self._folder) as folder:
             return dict(load_model(str(folder), torch.float32, "cpu").state_dict())
 
-    @cached_property
-    def _engine(self) -> LocalEngine:
-        model = load_model(str(self._folder), DTYPES[self._run.config.model.dtype], str(self.device))
-        return LocalEngine(
-            model,
-            eos_token_ids=eos_token_ids(model, self.tokenizer),
-            max_batch_rows=self._run.config.rollout.max_batch_rows,
-        )
+    def _engine(self) -> Engine:
+        """What generates; a fresh one when there is none or its process is gone."""
+        if self._engine_made is not None and not self._engine_made.alive:
+            self._close_engine()
+        if self._engine_made is None:
+            config = self._run.config
+            if config.rollout.engine != "local":
+                progress().note(f"starting the engine: {config.rollout.engine}")
+            self._engine_made = make_engine(config, self._folder, self.tokenizer, self.device)
+        return self._engine_made
+
+    def _close_engine(self) -> None:
+        made, self._engine_made, self._engine_held = self._engine_made, None, None
+        if made is not None:
+            made.close()
 
     @contextmanager
     def trainer(self) -> Iterator[Training]:
         """The trainer with whatever policy it holds, for one caller at a time: to ask for the reference."""
         with self._trainer_lock:
+            if self._shares_gpu and self._engine_made is not None and self._engine_made.alive:
+                self._engine_made.sleep()
             yield self._training()
 
     @contextmanager
@@ -146,26 +164,29 @@ class Workers:
     def engine_at(self, policy: ArtifactRef) -> Iterator[Engine]:
         """The rollout engine holding the weights of ``policy``, for one caller at a time."""
         with self._engine_lock:
+            engine = self._engine()
             if self._engine_held != policy.key:
                 self._engine_held = None
                 with self.trainer_at(policy) as training:
-                    weights = training.weights()
-                    self._engine.load(weights)
-                self._check_loaded(weights, policy)
+                    weights = training.weights(self._run.config.rollout.vllm.adapters)
+                    engine.wake()
+                    engine.load(weights)
+                self._check_loaded(engine, weights, policy)
                 self._engine_held = policy.key
-            yield self._engine
+            engine.wake()
+            yield engine
 
     def forget(self) -> None:
         """Whatever the trainer holds is not what was committed; the next caller gets a restored one."""
         with self._trainer_lock:
             self._held = None
 
-    def _check_loaded(self, weights: Mapping[str, Tensor], policy: ArtifactRef) -> None:
+    def _check_loaded(self, engine: Engine, weights: Mapping[str, Tensor], policy: ArtifactRef) -> None:
         expected = weights_digest(weights, DTYPES[self._run.config.model.dtype])
-        found = self._engine.digest()
+        found = engine.digest()
         if found != expected:
             raise ParityError(
-                f"engine {self._engine.name!r} was given the weights of {policy.manifest} with digest "
+                f"engine {engine.name!r} ({engine.version}) was given the weights of {policy.manifest} with digest "
                 f"{expected[:16]} and holds {found[:16]}; nothing was generated with them"
             )
 
@@ -226,10 +247,10 @@ class Workers:
                 )
 
 
-def end_ranks() -> None:
-    """Ends the trainers' ranks of this process; engines in the process itself stay warm."""
+def end_processes() -> None:
+    """Ends trainers' ranks and engines' processes; what is in this process itself stays warm."""
     for each in _current.values():
-        each.end_ranks()
+        each.end_processes()
 
 
 _LOCK = threading.Lock()
@@ -250,10 +271,3 @@ def workers(run: Run, policy: ArtifactRef) -> Workers:
             _current.clear()
             _current[key] = Workers(run, initial)
         return _current[key]
-
-
-def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end a response: those of the generation config and the tokenizer's own."""
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
-    return sorted(each for each in ids if each is not None)

@@ -1,4 +1,4 @@
-"""What each rank of a ``RankGroup`` runs: ``python -m grpo_lib.placement.rank_main``, started by torchrun.
+"""What each rank of a ``RankGroup`` runs: ``python -m grpo_lib.placement.rank_main``, started by torchrun or alone.
 
 The rank connects to its parent before it does anything else. Messages are lines of JSON:
 
@@ -91,9 +91,10 @@ class Line:
 def main() -> None:
     """Serves commands until the parent says that it was the last one."""
     global _progress_line
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # when the torchrun agent dies
+    rank = int(os.environ.get("RANK", 0))
+    if "RANK" in os.environ:  # when the torchrun agent dies; a parent without one may end the thread that started this
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(SHOW_STACK, all_threads=False)
-    rank = int(os.environ["RANK"])
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(os.environ.pop(SOCKET))
     line = Line(connection)
@@ -143,10 +144,10 @@ def _serve(line: Line, commands: "queue.SimpleQueue[dict[str, Any]]", *, answers
 def _start(
     *, handler: str, setup: Mapping[str, JsonValue], device: str, threads: int | None, command_seconds: float
 ) -> Any:
-    """Joins the process group and makes the object whose public methods are the commands."""
-    world = _join(device, threads, command_seconds)
+    """Joins the process group, if there is one, and makes the object whose public methods are the commands."""
+    world = [_join(device, threads, command_seconds)] if "RANK" in os.environ else []
     module, _, name = handler.partition(":")
-    return getattr(importlib.import_module(module), name)(setup, world)
+    return getattr(importlib.import_module(module), name)(setup, *world)
 
 
 def _join(kind: str, threads: int | None, command_seconds: float) -> "World":

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,9 @@ LONGEST_SOCKET_PATH = 100
 """Linux allows 107 bytes."""
 LOG_BYTES = 16_384
 LOG_LINES = 40
+MAIN = "grpo_lib.placement.rank_main"
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Of the environment: what a launcher of this process said to it, not to those that it starts."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Processes:
     folder: Path
     """Private and temporary: the socket, what torchrun writes, and the log if it is not kept elsewhere."""
     agent: subprocess.Popen[bytes]
-    """torchrun, which starts the ranks and stops all when one ends."""
+    """torchrun, which starts the ranks and stops all when one ends; or the only rank itself."""
     members: dict[int, Member] = field(default_factory=dict)
     owner: int = field(default_factory=os.getpid)
 
@@ -127,19 +131,42 @@ def torchrun(
     ranks: int, folder: Path, log: Path, token: str, *, device: str, threads: int | None
 ) -> subprocess.Popen[bytes]:
     """Starts torchrun, which starts ``ranks`` times ``rank_main``. All that any of them prints goes to ``log``."""
-    environment = os.environ | {SOCKET: str(folder / "socket"), TOKEN: token}
+    environment = {}
     if device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for other devices otherwise
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; gloo encrypts nothing
-    if threads is not None:
-        environment["OMP_NUM_THREADS"] = str(threads)
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            environment["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are here; gloo encrypts nothing
     options = ["--standalone", "--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=0"]
     options += ["--local-addr=127.0.0.1", f"--log-dir={folder / 'torchrun'}"]
+    command = ["-m", "torch.distributed.run", *options, "-m", MAIN]
+    return _python(command, folder, log, token, threads, environment)
+
+
+def alone(
+    folder: Path, log: Path, token: str, *, threads: int | None, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts one ``rank_main`` that belongs to no process group, with ``environment`` besides this process's own."""
+    mine = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    return _python(["-m", MAIN], folder, log, token, threads, environment, mine)
+
+
+def _python(
+    command: list[str],
+    folder: Path,
+    log: Path,
+    token: str,
+    threads: int | None,
+    environment: Mapping[str, str],
+    inherited: Mapping[str, str] = os.environ,
+) -> subprocess.Popen[bytes]:
+    whole = {**inherited, SOCKET: str(folder / "socket"), TOKEN: token, **environment}
+    if threads is not None:
+        whole["OMP_NUM_THREADS"] = str(threads)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options, "-m", "grpo_lib.placement.rank_main"],
-            env=environment,
+            [sys.executable, *command],
+            env=whole,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -25,6 +25,7 @@ from grpo_lib import errors
 from grpo_lib.errors import GrpoError, RankError, RankLostError
 from grpo_lib.placement.rank_main import SHOW_STACK, Line
 from grpo_lib.placement.rank_processes import Log, Processes, listener, torchrun
+from grpo_lib.placement.rank_processes import alone as start_alone
 
 Progress = Callable[[dict[str, JsonValue]], None]
 
@@ -48,6 +49,9 @@ class RankGroup:
         start_seconds: within which every handler must be there.
         command_seconds: within which all ranks must have answered a command.
         folder: where ``ranks.log`` is kept; ``None`` keeps it only while the group lives.
+        alone: with one rank: what to set in its environment. It is no member of a process group, and its handler is
+            called with ``setup`` only.
+        name: of a rank, in messages.
 
     Raises:
         GrpoError: what a handler raised as it was made, if it is one of ours.
@@ -66,8 +70,17 @@ class RankGroup:
         start_seconds: float,
         command_seconds: float,
         folder: Path | None = None,
+        alone: Mapping[str, str] | None = None,
+        name: str = "rank",
     ) -> None:
-        assert ranks >= 1, ranks
+        assert ranks == 1 if alone is not None else ranks >= 1, ranks
+        self._name = name
+        if alone is None:
+            self._agent, self._next = "torchrun", "the next attempt starts a fresh group"
+            self._ended = f"all {ranks} ranks were killed, and {self._next}"
+        else:
+            self._agent, self._next = name, "the next attempt starts another"
+            self._ended = self._next
         self._ranks = ranks
         self._seconds = command_seconds
         self._lock = threading.Lock()
@@ -78,7 +91,10 @@ class RankGroup:
         private, listening = listener()
         self._log = Log(folder, private)
         with listening:
-            agent = torchrun(ranks, private, self._log.path, token, device=device, threads=threads)
+            if alone is None:
+                agent = torchrun(ranks, private, self._log.path, token, device=device, threads=threads)
+            else:
+                agent = start_alone(private, self._log.path, token, threads=threads, environment=alone)
             self._processes = Processes(private, agent)
             self._end = weakref.finalize(self, self._processes.end)
             try:
@@ -113,8 +129,7 @@ class RankGroup:
         json.dumps(arguments)  # a TypeError of the caller's is no reason to end the group
         with self._lock:
             if not self._end.alive:
-                ended = "found no ranks: their group was closed or failed before"
-                raise RankLostError(f"{command!r} {ended}; the next attempt starts a fresh group")
+                raise RankLostError(f"{command!r} found no {self._name}: it was closed or failed before; {self._next}")
             try:
                 began = time.monotonic()
                 self._send(command, arguments)
@@ -150,9 +165,9 @@ class RankGroup:
             while len(members) < self._ranks:
                 code = self._processes.agent.poll()
                 if code is not None:
-                    raise self._lost(f"torchrun ended with code {code} before all ranks were there,", "start", began)
+                    raise self._lost(f"{self._agent} ended with code {code} before it was ready,", "start", began)
                 if time.monotonic() - began > seconds:
-                    absent = _names(rank for rank in range(self._ranks) if rank not in members)
+                    absent = self._names(rank for rank in range(self._ranks) if rank not in members)
                     raise self._lost(f"{absent} did not come up within start_seconds={seconds:g},", "start", began)
                 for key, _ in selector.select(POLL_SECONDS):
                     if key.fileobj is listening:
@@ -198,13 +213,13 @@ class RankGroup:
                     elif rank == 0:
                         result = message["result"]
         if failures:
-            raise _failed(failures, command)
+            raise self._failed(failures, command)
         if waiting:
             raise self._silent(waiting, seconds, command, began)
         return result
 
     def _died(self, dead: list[int], failures: list[dict[str, Any]], command: str, began: float) -> RankLostError:
-        also = "".join(f"; {_one_line(each)}" for each in failures)
+        also = "".join(f"; {self._one_line(each)}" for each in failures)
         reason = "(the system kills with SIGKILL when memory runs out)"
         return self._lost(f"{self._with_pids(dead)} was killed or ended by itself {reason}{also},", command, began)
 
@@ -217,31 +232,25 @@ class RankGroup:
     def _lost(self, what: str, command: str, began: float) -> RankLostError:
         seconds = time.monotonic() - began
         return RankLostError(
-            f"{what} {seconds:.1f} s after {command!r} was sent; all {self._ranks} ranks were killed, and the next "
-            f"attempt starts a fresh group. The last lines of {self._log}:\n{self._log.tail()}"
+            f"{what} {seconds:.1f} s after {command!r} was sent; {self._ended}. The last lines of {self._log}:\n"
+            f"{self._log.tail()}"
         )
 
     def _with_pids(self, ranks: Iterable[int]) -> str:
-        return _names(f"{rank} (pid {self._processes.members[rank].pid})" for rank in sorted(ranks))
+        return self._names(f"{rank} (pid {self._processes.members[rank].pid})" for rank in sorted(ranks))
 
+    def _failed(self, failures: list[dict[str, Any]], command: str) -> GrpoError:
+        """The error to raise for what ranks raised: the first by time, with a line about each other."""
+        first, *others = sorted(failures, key=lambda each: each["at"])
+        kind = vars(errors).get(first["error"] or "")
+        alike = all(each["error"] == first["error"] for each in others)
+        if alike and isinstance(kind, type) and issubclass(kind, GrpoError):
+            return kind(first["message"])
+        also = "".join(f"; {self._one_line(each)}" for each in others)
+        return RankError(f"{self._one_line(first)} in {command!r}{also}; {self._ended}.\n{first['traceback']}")
 
-def _failed(failures: list[dict[str, Any]], command: str) -> GrpoError:
-    """The error to raise for what ranks raised: the first by time, with a line about each other."""
-    first, *others = sorted(failures, key=lambda each: each["at"])
-    kind = vars(errors).get(first["error"] or "")
-    alike = all(each["error"] == first["error"] for each in others)
-    if alike and isinstance(kind, type) and issubclass(kind, GrpoError):
-        return kind(first["message"])
-    also = "".join(f"; {_one_line(each)}" for each in others)
-    return RankError(
-        f"{_one_line(first)} in {command!r}{also}; all ranks were killed, and the next attempt starts a fresh group.\n"
-        f"{first['traceback']}"
-    )
+    def _one_line(self, failure: dict[str, Any]) -> str:
+        return f"{self._names([failure['rank']])} raised {failure['summary']}".splitlines()[0]
 
-
-def _one_line(failure: dict[str, Any]) -> str:
-    return f"rank {failure['rank']} raised {failure['summary']}".splitlines()[0]
-
-
-def _names(ranks: Iterable[object]) -> str:
-    return ", ".join(f"rank {rank}" for rank in ranks)
+    def _names(self, ranks: Iterable[object]) -> str:
+        return ", ".join(f"{self._name} {rank}" for rank in ranks)

@@ -20,6 +20,8 @@ from torch import Tensor
 from grpo_lib.data.columns import flag_column
 from grpo_lib.data.ragged import Ragged
 from grpo_lib.errors import ReplayError
+from grpo_lib.generation.base import Sampling
+from grpo_lib.generation.parity import sampling_logprobs
 from grpo_lib.models import load_model
 from grpo_lib.plugins import load_plugins
 from grpo_lib.recipe import full_kl
@@ -95,8 +97,8 @@ class Training(Protocol):
         """Of the policy's weights, and of the critic's."""
         ...
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """The policy as a plain Transformers model has it, float32."""
+    def weights(self, adapter: bool = False) -> Mapping[str, Tensor]:
+        """The policy as a plain Transformers model has it, float32; or its LoRA adapter alone, by peft's names."""
         ...
 
     def score(
@@ -109,8 +111,8 @@ class Training(Protocol):
         """Of ``SCORES`` those asked for. ``reference``: which policy that is; None: the initial one."""
         ...
 
-    def score_few(self, few: Sequences, temperature: float) -> Ragged:
-        """Log-probs of a few rows that are not committed yet."""
+    def score_few(self, few: Sequences, sampling: Sampling) -> Ragged:
+        """Log-probs, under the distribution that tokens are sampled from, of a few rows that are not committed yet."""
         ...
 
     def update(
@@ -190,8 +192,8 @@ class TrainWorker:
     def digests(self) -> tuple[str, str | None]:
         return self.trainer.digest(), self.trainer.critic_digest()
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.trainer.weights()
+    def weights(self, adapter: bool = False) -> Mapping[str, Tensor]:
+        return self.trainer.weights(adapter)
 
     def score(
         self,
@@ -215,8 +217,10 @@ class TrainWorker:
             found["values"] = trainer.values(chosen, on_progress)
         return Scores(**found)
 
-    def score_few(self, few: Sequences, temperature: float) -> Ragged:
-        return self.trainer.logprobs(few, temperature)[0]
+    def score_few(self, few: Sequences, sampling: Sampling) -> Ragged:
+        if sampling.shaped:
+            return sampling_logprobs(self.trainer, few, sampling)
+        return self.trainer.logprobs(few, sampling.temperature)[0]
 
     def update(
         self,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from grpo_lib.config import RunConfig
 from grpo_lib.data.ragged import Ragged
+from grpo_lib.generation.base import Sampling
 from grpo_lib.placement.rank_main import report
 from grpo_lib.placement.ranks import RankGroup
 from grpo_lib.placement.train import Rows, Scores, TrainWorker, Updated
@@ -76,8 +77,8 @@ class TrainRanks:
         policy, critic = self._call("digests")
         return policy, critic
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return self._tensors("weights")
+    def weights(self, adapter: bool = False) -> Mapping[str, Tensor]:
+        return self._tensors("weights", adapter=adapter)
 
     def score(
         self,
@@ -97,7 +98,7 @@ class TrainRanks:
         offsets = found.pop("offsets")
         return Scores(**{name: Ragged(values=values, offsets=offsets) for name, values in found.items()})
 
-    def score_few(self, few: Sequences, temperature: float) -> Ragged:
+    def score_few(self, few: Sequences, sampling: Sampling) -> Ragged:
         columns = {
             "prompt_ids": few.prompts.values,
             "prompt_offsets": few.prompts.offsets,
@@ -106,7 +107,7 @@ class TrainRanks:
         }
         with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
             save_tensors({name: each.clone() for name, each in columns.items()}, Path(folder), STEM)
-            found = self._tensors("score_few", rows=folder, temperature=temperature)
+            found = self._tensors("score_few", rows=folder, sampling=asdict(sampling))
         return few.responses.with_values(found["logprobs"])
 
     def update(
@@ -162,8 +163,8 @@ class RankTrainer:
     def digests(self) -> list[str | None]:
         return list(self._worker.digests())
 
-    def weights(self, result: str) -> None:
-        self._give(result, self._worker.weights())
+    def weights(self, result: str, adapter: bool) -> None:
+        self._give(result, self._worker.weights(adapter))
 
     def score(
         self,
@@ -180,13 +181,13 @@ class RankTrainer:
         tensors = {name: each.values for name, each in found.items()}
         self._give(result, tensors | {"offsets": next(iter(found.values())).offsets})
 
-    def score_few(self, result: str, rows: str, temperature: float) -> None:
+    def score_few(self, result: str, rows: str, sampling: dict[str, Any]) -> None:
         columns = load_tensors(Path(rows), STEM)
         few = Sequences(
             prompts=Ragged(values=columns["prompt_ids"], offsets=columns["prompt_offsets"]),
             responses=Ragged(values=columns["response_ids"], offsets=columns["response_offsets"]),
         )
-        self._give(result, {"logprobs": self._worker.score_few(few, temperature).values})
+        self._give(result, {"logprobs": self._worker.score_few(few, Sampling.from_json(sampling)).values})
 
     def update(self, inputs: list[Any], iteration: int, reference: list[Any]) -> dict[str, Any]:
         done = self._worker.update(_refs(inputs), iteration, _one(reference), _report)

@@ -17,7 +17,7 @@ def weights_digest(state: Mapping[str, Tensor], dtype: torch.dtype | None = None
     """
     digest = hashlib.sha256()
     for name in sorted(state):
-        if name == HEAD and _is_tied(state):
+        if name == HEAD and is_tied(state):
             continue
         tensor = state[name].detach().to("cpu", dtype).contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -25,7 +25,8 @@ def weights_digest(state: Mapping[str, Tensor], dtype: torch.dtype | None = None
     return digest.hexdigest()
 
 
-def _is_tied(state: Mapping[str, Tensor]) -> bool:
+def is_tied(state: Mapping[str, Tensor]) -> bool:
+    """Whether the head shares its storage with another of the weights."""
     head = state[HEAD]
     return any(
         other.data_ptr() == head.data_ptr() and other.shape == head.shape and other.device == head.device

@@ -53,9 +53,13 @@ class Adapter:
                 plain[name] = value
         return plain
 
+    def alone(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The adapters among the weights, by the names that they have in peft's files."""
+        return {_outside(name): weights[name] for name in self.first}
+
     def save(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Writes the adapters among the weights as peft reads them."""
-        own = {_outside(name): weights[name].cpu().contiguous() for name in self.first}
+        own = {name: value.cpu().contiguous() for name, value in self.alone(weights).items()}
         save_file(own, folder / ADAPTER, metadata={"format": "pt"})
         self.adapted.peft_config[NAME].save_pretrained(folder)
 

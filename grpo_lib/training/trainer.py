@@ -77,10 +77,16 @@ class Trainer:
         self.policy.load({f"model.{name}": each for name, each in weights.items()}, moments)
         self.optimizer_step = optimizer_step
 
-    def weights(self) -> dict[str, Tensor]:
-        """The policy's weights as those of a plain Transformers model, adapters merged, float32; rank 0's only."""
+    def weights(self, adapter: bool = False) -> dict[str, Tensor]:
+        """The policy's weights as those of a plain Transformers model, adapters merged, float32; rank 0's only.
+
+        Args:
+            adapter: the adapters alone, by the names that they have in peft's files.
+        """
         named = {name.removeprefix("model."): each for name, each in self.policy.weights().items()}
-        return named if self.adapter is None or not named else self.adapter.merged(named)
+        if self.adapter is None or not named:
+            return named
+        return self.adapter.alone(named) if adapter else self.adapter.merged(named)
 
     def digest(self) -> str:
         """Digest of the policy's weights; rank 0's only."""

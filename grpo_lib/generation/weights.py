@@ -1,0 +1,25 @@
+"""Whether weights are those of an engine's model."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from grpo_lib.errors import ModelError
+from grpo_lib.training.digest import HEAD
+
+
+def check_weights(own: Mapping[str, torch.Size], state: Mapping[str, Tensor]) -> None:
+    """Names and shapes are those of the engine's model; a head that is tied may be missing.
+
+    Raises:
+        ModelError: with the first that differ.
+    """
+    problems = {
+        "missing": own.keys() - state.keys() - {HEAD},
+        "unknown": state.keys() - own.keys(),
+        "of another shape": {name for name in own.keys() & state.keys() if own[name] != state[name].shape},
+    }
+    listed = "; ".join(f"{what}: {', '.join(sorted(names)[:3])}" for what, names in problems.items() if names)
+    if listed:
+        raise ModelError(f"these weights are not those of the engine's model ({listed}): load it from one folder")
