@@ -6,7 +6,7 @@ from typing import Any, get_args
 from pydantic_core import PydanticUndefined
 
 from grpo_lib.catalogue import listings, type_text
-from grpo_lib.config import CountdownData, ExpressionsData, Gsm8kData, RunConfig, Section
+from grpo_lib.config import DATA_SECTIONS, RunConfig, Section
 from grpo_lib.config_algorithm import PRESETS
 from grpo_lib.recipe import REGISTRIES
 from grpo_lib.tracking.metrics import DESCRIPTIONS
@@ -43,7 +43,7 @@ def _sections(section: type[Section], title: str) -> list[tuple[type[Section], s
     for name, field in section.model_fields.items():
         path = f"{title}.{name}" if title else name
         if name == "data":
-            for data in (CountdownData, ExpressionsData, Gsm8kData):
+            for data in DATA_SECTIONS:
                 found.append((data, f"data (problem: {data.model_fields['problem'].default})"))
         child = _section_of(field.annotation)
         if child is not None:

@@ -4,8 +4,9 @@ from prefect import flow
 
 from grpo_lib.config import RunConfig
 from grpo_lib.errors import NotFoundError
+from grpo_lib.generation.agents import agent_digests
 from grpo_lib.placement.devices import use_threads
-from grpo_lib.preflight import data_digests
+from grpo_lib.preflight import check_agent, data_digests
 from grpo_lib.run import Run
 from grpo_lib.storage.manifests import Manifest, latest
 from tasks.dataset import dataset
@@ -16,10 +17,12 @@ from tasks.evaluate import evaluate as evaluate_policy
 def evaluate(config: RunConfig, version: int | None = None) -> dict[str, float]:
     """Evaluates policy ``version`` (updates done; default the last) of the run that ``config`` names."""
     run = Run(config)
+    check_agent(config)
     use_threads(config.placement.threads)
     policy = policy_of(run, version)
     data = dataset(run, None, external=data_digests(config))
-    result = evaluate_policy(run, policy_version(policy), data, policy.to_ref(reused=True))
+    tools = agent_digests(config.rollout.agent)
+    result = evaluate_policy(run, policy_version(policy), data, policy.to_ref(reused=True), external=tools)
     summary = run.stages.manifest(result).summary
     return {name: float(value) for name, value in summary.items() if isinstance(value, int | float)}
 

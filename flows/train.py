@@ -10,6 +10,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.report import RunReport, report
 from grpo_lib.config import RunConfig
+from grpo_lib.generation.agents import agent_digests
 from grpo_lib.placement.devices import use_threads
 from grpo_lib.placement.local import end_processes
 from grpo_lib.preflight import check_surroundings, data_digests, model_digests
@@ -36,17 +37,6 @@ Publications = list[StageFuture]
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
-    """What an iteration leaves to the next."""
-
-    policy: ArtifactRef
-    advantages: ArtifactRef | None = None
-    selection: ArtifactRef | None = None
-    reference: ArtifactRef | None = None
-    """Of the KL; None: the policy that the run starts from."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Batch:
     """What an iteration learns from."""
 
@@ -55,6 +45,17 @@ class Batch:
     rewards: list[StageFuture]
     selection: ArtifactRef | None
     """What the filters left of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What an iteration leaves to the next."""
+
+    policy: ArtifactRef
+    advantages: ArtifactRef | None = None
+    batch: Batch | None = None
+    reference: ArtifactRef | None = None
+    """Of the KL; None: the policy that the run starts from."""
 
 
 def flow_run_name() -> str:
@@ -95,7 +96,8 @@ def run_training(config: RunConfig) -> RunReport:
     initial = first_policy(run, data)
     begins = first_reference(run, initial)
     published = [announce(run, None, [each for each in (data, initial, begins) if each is not None])]
-    before = evaluate(run, 0, data, initial)
+    tools = agent_digests(config.rollout.agent)
+    before = evaluate(run, 0, data, initial, external=tools)
     published.append(announce(run, 0, [before]))
     state = State(policy=initial, reference=begins)
     for k in range(config.iterations):
@@ -106,7 +108,7 @@ def run_training(config: RunConfig) -> RunReport:
         if last or done % config.checkpoint.every == 0:
             due.append(checkpoint(run, k, state.policy))
         if last or done % config.evaluation.every == 0:
-            due.append(evaluate(run, done, data, state.policy))
+            due.append(evaluate(run, done, data, state.policy, external=tools))
         if due:
             published.append(announce(run, done, due))
     progress().stage_advanced("iteration", None, config.iterations, config.iterations, 0)
@@ -131,7 +133,7 @@ def first_reference(run: Run, initial: ArtifactRef) -> ArtifactRef | None:
 def iterate(run: Run, k: int, data: ArtifactRef, initial: ArtifactRef, before: State, published: Publications) -> State:
     """One iteration: policy k to policy k+1."""
     config, policy = run.config, before.policy
-    batch = rollouts_and_rewards(run, k, data, policy, before.selection)
+    batch = rollouts_and_rewards(run, k, data, policy, before.batch)
     asked, rollouts, selection = batch.prompts, batch.rollouts, batch.selection
 
     # Side by side: none needs the others.
@@ -147,7 +149,7 @@ def iterate(run: Run, k: int, data: ArtifactRef, initial: ArtifactRef, before: S
         futures["values"] = values.submit(run, k, asked, rollouts, policy, selection)
     greedy = []
     if "greedy_rewards" in needs:
-        greedy.append(greedy_rollout(run, k, asked, policy))
+        greedy.append(greedy_rollout(run, k, asked, policy, external=agent_digests(config.rollout.agent)))
         greedy.append(greedy_reward(run, k, asked, greedy[0]))
     scores = results(batch.rewards)
     made = {name: future.result() for name, future in futures.items()}
@@ -167,25 +169,29 @@ def iterate(run: Run, k: int, data: ArtifactRef, initial: ArtifactRef, before: S
     moved = followed if followed is not before.reference else None
     stages = [*asked, *rollouts, *scores, *greedy, selection, old, ref, v, advantages, updated, moved]
     published.append(announce(run, k, [each for each in stages if each is not None]))
-    return State(policy=updated, advantages=advantages, selection=selection, reference=followed)
+    return State(policy=updated, advantages=advantages, batch=batch, reference=followed)
 
 
-def rollouts_and_rewards(run: Run, k: int, data: ArtifactRef, policy: ArtifactRef, before: ArtifactRef | None) -> Batch:
+def rollouts_and_rewards(run: Run, k: int, data: ArtifactRef, policy: ArtifactRef, before: Batch | None) -> Batch:
     """Prompts, responses and their rewards; with filters so many batches of prompts that enough are left."""
-    config = run.config
+    config, tools = run.config, agent_digests(run.config.rollout.agent)
     asked: list[ArtifactRef] = []
     rollouts: list[ArtifactRef] = []
     rewards: list[StageFuture] = []
+    partial = config.rollout.partial is not None
+    selected = None if before is None else before.selection
+    earlier = before if partial else None  # what goes on of it
+    going = (None, None) if earlier is None else (earlier.prompts, earlier.rollouts)
     while True:
         drawn = len(asked)
-        asked.append(prompts(run, k, data, before, shard=drawn))
+        asked.append(prompts(run, k, data, selected, *going, shard=drawn))
         for shard in range(drawn * config.rollout.shards, (drawn + 1) * config.rollout.shards):
-            rollouts.append(rollout(run, k, asked, policy, shard=shard))
+            rollouts.append(rollout(run, k, asked, policy, going[1], shard=shard, external=tools))
             rewards.append(reward.submit(run, k, asked, rollouts[-1], shard=shard))  # while the next is generated
-        if not config.algorithm.filters:
+        if not config.algorithm.filters and not partial:
             return Batch(prompts=asked, rollouts=rollouts, rewards=rewards, selection=None)
         own = plugin_digests(config.algorithm, "filters", "grouping")
-        selection = filter_rows(run, k, asked, rollouts, results(rewards), before, shard=drawn, external=own)
+        selection = filter_rows(run, k, asked, rollouts, results(rewards), selected, shard=drawn, external=own)
         if run.stages.manifest(selection).summary["full"]:
             return Batch(prompts=asked, rollouts=rollouts, rewards=rewards, selection=selection)
 

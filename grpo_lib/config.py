@@ -79,10 +79,10 @@ class WarmStartConfig(Section):
     max_tokens: int = Field(512, ge=8, description="Longer demonstrations are left out and counted.")
 
 
-class CountdownData(Section):
-    """Reach a target from given numbers, each used once; puzzles are made on the spot."""
+class CountdownOptions(Section):
+    """Which puzzles there are, and how they are demonstrated."""
 
-    problem: Literal["countdown"] = Field("countdown", description="Name of the problem.")
+    problem: str = Field(description="Name of the problem.")
     numbers: int = Field(3, ge=2, le=6, description="How many numbers a puzzle has.")
     max_number: int = Field(33, ge=2, le=999, description="Numbers are 1..max_number.")
     max_target: int = Field(99, ge=1, le=9999, description="Targets are 0..max_target.")
@@ -94,11 +94,23 @@ class CountdownData(Section):
     persistence: float = Field(0.2, ge=0, le=1, description="Fraction of demonstrations that go on until a try passes.")
 
     @model_validator(mode="after")
-    def _operators_known(self) -> "CountdownData":
+    def _operators_known(self) -> "CountdownOptions":
         wrong = sorted(set(self.operators) - set("+-*/"))
         if wrong or not self.operators or len(set(self.operators)) < len(self.operators):
             raise ValueError(f"operators={self.operators!r}: use some of + - * /, each at most once")
         return self
+
+
+class CountdownData(CountdownOptions):
+    """Reach a target from given numbers, each used once; puzzles are made on the spot."""
+
+    problem: Literal["countdown"] = Field("countdown", description="Name of the problem.")
+
+
+class CountdownCalculatorData(CountdownOptions):
+    """Countdown with a calculator that does the arithmetic; with rollout.agent."""
+
+    problem: Literal["countdown_calculator"] = Field("countdown_calculator", description="Name of the problem.")
 
 
 class ExpressionsData(Section):
@@ -129,7 +141,10 @@ class Gsm8kData(Section):
     )
 
 
-DataConfig = Annotated[CountdownData | ExpressionsData | Gsm8kData, Field(discriminator="problem")]
+DataConfig = Annotated[
+    CountdownData | CountdownCalculatorData | ExpressionsData | Gsm8kData, Field(discriminator="problem")
+]
+DATA_SECTIONS: tuple[type[Section], ...] = (CountdownData, CountdownCalculatorData, ExpressionsData, Gsm8kData)
 
 
 class RewardConfig(Section):
@@ -374,11 +389,14 @@ class RunConfig(Section):
                 f"trainer.mini_batch_prompts={trainer.mini_batch_prompts} is more than "
                 f"rollout.prompts={rollout.prompts}; make it at most that, or null"
             )
-        if (
-            rollout.shaped
-            and self.algorithm.old_logprobs == "decoupled"
-            and not (self.algorithm.rollout_correction.rollout_is)
-        ):
+        uncorrected = self.algorithm.old_logprobs == "decoupled" and not self.algorithm.rollout_correction.rollout_is
+        if rollout.partial is not None and uncorrected:
+            raise ValueError(
+                "rollout.partial lets several policies draw a response; set "
+                "algorithm.rollout_correction.preset=decoupled_token_is to weight their tokens (or "
+                "algorithm.old_logprobs=bypass, which takes ratios to the policies that drew them)"
+            )
+        if rollout.shaped and uncorrected:
             raise ValueError(
                 f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}, "
                 f"repetition_penalty={rollout.repetition_penalty:g}: responses are drawn from another distribution "
@@ -388,6 +406,11 @@ class RunConfig(Section):
             )
         if rollout.vllm.adapters and (trainer.lora is None or rollout.engine != "vllm"):
             raise ValueError("rollout.vllm.adapters=true needs rollout.engine=vllm and trainer.lora; set both")
+        if rollout.partial is not None and self.algorithm.filters:
+            raise ValueError(
+                "rollout.partial and algorithm.filters exclude each other: with a budget an iteration takes the "
+                "prompts that are finished; remove one"
+            )
         longest = rollout.max_prompt_tokens + rollout.max_new_tokens
         if trainer.max_tokens < longest:
             raise ValueError(

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 from yaml.constructor import ConstructorError
 
-from grpo_lib.config import CountdownData, ExpressionsData, Gsm8kData, RunConfig, Section, StoreConfig
+from grpo_lib.config import DATA_SECTIONS, RunConfig, Section, StoreConfig
 from grpo_lib.config_algorithm import AlgorithmConfig
 from grpo_lib.errors import ConfigError
 
@@ -164,8 +164,7 @@ def _config_error(origin: str, error: ValidationError) -> ConfigError:
 
 
 def _describe(problem: Any) -> str:
-    variants = {"countdown", "expressions", "gsm8k"}
-    place = ".".join(str(part) for part in problem["loc"] if part not in variants)
+    place = ".".join(str(part) for part in problem["loc"] if part not in _problems())
     message = problem["msg"].removeprefix("Value error, ")
     kind = problem["type"]
     if kind == "extra_forbidden":
@@ -173,9 +172,9 @@ def _describe(problem: Any) -> str:
     if kind == "missing":
         return f"{place}: must be given"
     if kind == "union_tag_not_found":
-        return f"{place}.problem: must be given, one of {_problem_names()}"
+        return f"{place}.problem: must be given, one of {', '.join(_problems())}"
     if kind == "union_tag_invalid":
-        return f"{place}.problem={problem['ctx']['tag']!r}: no such problem; use one of {_problem_names()}"
+        return f"{place}.problem={problem['ctx']['tag']!r}: no such problem; use one of {', '.join(_problems())}"
     if kind in ("model_type", "model_attributes_type"):
         return f"{place} is a section with settings of its own, found {_shown(problem['input'])}"
     if kind == "value_error":
@@ -192,9 +191,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def _problem_names() -> str:
+def _problems() -> list[str]:
     """The values of ``data.problem``."""
-    return ", ".join(each.model_fields["problem"].default for each in (CountdownData, ExpressionsData, Gsm8kData))
+    return [each.model_fields["problem"].default for each in DATA_SECTIONS]
 
 
 def _nearest(place: str) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from grpo_lib.config_base import Section, UrlWithoutSecrets
 
@@ -55,15 +55,26 @@ class ServerConfig(Section):
 class AgentConfig(Section):
     """Rollouts of several turns: the policy calls tools and goes on with what they say."""
 
+    loop: str = Field("tools", description="Name of the agent loop, also a plugin's.")
+    loop_options: dict[str, JsonValue] = Field({}, description="Its options, e.g. {opening: <result>}.")
     tools: list[str] = Field(["calculator"], min_length=1, description="Names of tools, also a plugin's.")
     max_turns: int = Field(4, ge=1, le=1000, description="A rollout ends after so many turns of the policy.")
-    max_observation_tokens: int = Field(64, ge=1, description="What a tool says is cut there.")
+    max_observation_tokens: int = Field(
+        64, ge=1, description="What a tool says is cut there. It counts as response: max_new_tokens bounds both."
+    )
     concurrency: int = Field(64, ge=1, le=65536, description="Tool calls at a time.")
     tool_timeout_seconds: float = Field(10.0, gt=0, description="A tool that takes longer counts as failed.")
     on_tool_error: Literal["observation", "fail"] = Field(
         "observation",
         description="`observation`: the policy reads what went wrong. `fail`: the rollout ends without a reward.",
     )
+
+    @model_validator(mode="after")
+    def _tools_differ(self) -> "AgentConfig":
+        doubled = sorted({name for name in self.tools if self.tools.count(name) > 1})
+        if doubled:
+            raise ValueError(f"tools names {', '.join(doubled)} twice; once is enough")
+        return self
 
 
 class PartialConfig(Section):

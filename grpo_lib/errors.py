@@ -17,7 +17,8 @@ GrpoError                     exit code 2 from the command line, one message, no
     ├── ReplayError               a replayed update did not give the recorded policy
     ├── NonFiniteError            a loss, gradient or log-prob is NaN or infinite
     ├── RankError                 a rank of a group raised an exception that is none of these
-    └── RankLostError             a rank was killed or did not answer in time, or its group could not start
+    ├── RankLostError             a rank was killed or did not answer in time, or its group could not start
+    └── ServerLostError           no generation server is left, or they failed at one row again and again
 
 Messages name the value, the bound and the remedy.
 """
@@ -101,3 +102,7 @@ class RankError(RunError):
 
 class RankLostError(RunError):
     """A rank was killed or did not answer in time, or its group could not start; the message holds its log's end."""
+
+
+class ServerLostError(RunError):
+    """No generation server is left, or they failed at one row again and again; the message says how each failed."""

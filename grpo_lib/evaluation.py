@@ -11,8 +11,9 @@ import torch
 from grpo_lib.algorithms.evaluation import maj_at_k, pass_at_k, standard_error
 from grpo_lib.data.columns import list_array, ragged_column
 from grpo_lib.data.schemas import EVALUATION, TOKENS
+from grpo_lib.generation.agents import Agent, respond
 from grpo_lib.generation.base import Engine, Request, Sampling
-from grpo_lib.generation.rollouts import decode, finish_reasons
+from grpo_lib.generation.rollouts import decode, failures, finish_reasons
 from grpo_lib.rewards.scoring import reward_table
 from grpo_lib.seeds import row_seeds
 from grpo_lib.types import RewardFunction
@@ -28,6 +29,7 @@ def evaluate_mode(
     samples: int,
     sampling: Sampling,
     seed: int,
+    agent: Agent | None = None,
     on_progress: Callable[[int, int, int], None] | None = None,
 ) -> pa.Table:
     """``samples`` judged responses to each held-out prompt, in one mode (``greedy`` or ``sampled``)."""
@@ -35,7 +37,7 @@ def evaluate_mode(
     count = prompts.num_rows * samples
     seeds = torch.from_numpy(row_seeds(seed, 0, count))
     request = Request(prompts=ids, seeds=seeds, n=samples, sampling=sampling)
-    made = engine.generate(request, on_progress)
+    made = respond(engine, request, agent, on_progress)
     responses = made.responses
     prompt_row = np.repeat(np.arange(prompts.num_rows), samples)
     generated = pa.table(
@@ -44,6 +46,7 @@ def evaluate_mode(
             "prompt_row": pa.array(prompt_row),
             "response_ids": list_array(responses, TOKENS),
             "finish_reason": finish_reasons(made),
+            "failure": failures(made),
             "text": pa.array(decode(tokenizer, responses)),
         }
     )

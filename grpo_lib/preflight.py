@@ -33,11 +33,27 @@ def check_surroundings(config: RunConfig) -> None:
     from grpo_lib.recipe import check_algorithm  # the first that takes torch, which takes seconds
 
     check_algorithm(config)
+    check_agent(config)
     if config.placement.device not in ("auto", "cpu"):
         from grpo_lib.placement.devices import torch_device
 
         torch_device(config.placement.device)
     check_devices(config)
+    check_engine(config)
+
+
+def check_engine(config: RunConfig) -> None:
+    """vLLM can run the model here."""
+    from grpo_lib.placement.devices import torch_device
+
+    if config.rollout.engine != "vllm" or torch_device(config.placement.device).type != "cpu":
+        return
+    from grpo_lib.generation.vllm import check_head_size, head_size
+
+    if config.model.path is None:
+        check_head_size(config.model.small.head_dim, "set model.small.head_dim to one of them")
+    elif Path(config.model.path).expanduser().is_dir():
+        check_head_size(head_size(config.model.path), "choose another model")
 
 
 def check_packages(config: RunConfig) -> None:
@@ -55,6 +71,33 @@ def check_packages(config: RunConfig) -> None:
         if wanted and importlib.util.find_spec(package) is None:
             raise MissingPackageError(
                 f"{setting} needs the package {package}, which is not installed: pip install 'grpo-pipeline[{extra}]'"
+            )
+
+
+def check_agent(config: RunConfig) -> None:
+    """Tools and loop are registered, by plugins too, and the policy can write the tools' tags.
+
+    Raises:
+        ConfigError: naming what is known.
+    """
+    settings = config.rollout.agent
+    if settings is None:
+        return
+    from grpo_lib.generation.agents import LOOPS
+    from grpo_lib.generation.tools import make_tools
+    from grpo_lib.plugins import load_plugins
+
+    load_plugins(config.algorithm.plugins)
+    tools = make_tools(settings.tools)
+    LOOPS[settings.loop].bind(settings.loop_options, "rollout.agent.loop_options")
+    problem = get_problem(config.data.problem)
+    if config.model.path is not None or problem.alphabet is None:
+        return
+    for tag in (tag for tool in tools for tag in (tool.opening, tool.closing)):
+        if tag not in problem.tags and set(tag) - set(problem.alphabet):
+            raise ConfigError(
+                f"rollout.agent: the small model of data.problem={problem.name} has no token for {tag!r}, so it could "
+                "never call the tool; take data.problem=countdown_calculator, or a pretrained model"
             )
 
 
@@ -87,14 +130,17 @@ def check_prompts(config: RunConfig) -> None:
     asked |= {"heldout": ("evaluation.prompts", config.evaluation.prompts)}
     for split, (setting, count) in asked.items():
         prompts = problem.load(config.data, split, config.seed).column("prompt").to_pylist()
-        if len(prompts) < count:
-            raise DataError(f"{setting}={count} is more than the {len(prompts)} prompts of the {split} split; lower it")
-        longest = max(small_tokens(prompt, problem.tags) for prompt in prompts)
-        if config.model.path is None and longest > config.rollout.max_prompt_tokens:
+        lengths = [small_tokens(prompt, problem.tags) for prompt in prompts] if config.model.path is None else []
+        long = sum(length > config.rollout.max_prompt_tokens for length in lengths)
+        if long and config.rollout.long_prompts == "refuse":
             raise DataError(
-                f"the longest prompt of the {split} split has {longest} tokens, more than "
-                f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}; raise that, or remove the prompt"
+                f"the longest prompt of the {split} split has {max(lengths)} tokens, more than "
+                f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}; raise that, remove the prompt, or set "
+                "rollout.long_prompts to drop or cut it"
             )
+        left = len(prompts) - (long if config.rollout.long_prompts == "drop" else 0)
+        if left < count:
+            raise DataError(f"{setting}={count} is more than the {left} prompts of the {split} split; lower it")
 
 
 def small_tokens(text: str, tags: Sequence[str]) -> int:

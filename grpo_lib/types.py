@@ -17,15 +17,18 @@ class Sample:
     prompt: str
     """The prompt as the problem wrote it (before any chat template)."""
     response: str
-    """The decoded response, without the end-of-sequence token."""
+    """The decoded response, what tools said included, without the end-of-sequence token."""
     reference: str
     """What the problem stores to judge by: an answer, or JSON."""
     data_source: str
     """Name of the data set the prompt comes from."""
     response_tokens: int
-    """Length of the response in tokens, end-of-sequence included."""
+    """Length of the response in tokens, end-of-sequence and what tools said included."""
     finish_reason: str
-    """``stop`` when the policy ended the response itself, ``length`` when it was cut."""
+    """``stop`` when the policy ended the response itself, ``length`` when it was cut, ``max_turns`` when it called a
+    tool in its last turn."""
+    failure: str | None = None
+    """Why the rollout failed; then it is not judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,5 +63,7 @@ class Problem:
     """``(options, train table, seed)`` -> one demonstration (response text) for each row."""
     tags: Sequence[str] = ()
     """Strings that the small tokenizer keeps as one token."""
+    observed: tuple[str, str] | None = None
+    """Tags between which demonstrations hold what a tool said: the warm start does not learn to write it."""
     alphabet: str | None = None
     """Characters of the small tokenizer; ``None``: all bytes."""

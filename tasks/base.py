@@ -25,7 +25,7 @@ from prefect.context import TaskRunContext
 from prefect.futures import PrefectFuture
 from pydantic import JsonValue
 
-from grpo_lib.errors import RankLostError, StoreUnreachableError, TrackingError
+from grpo_lib.errors import RankLostError, ServerLostError, StoreUnreachableError, TrackingError
 from grpo_lib.placement.local import Workers, workers
 from grpo_lib.progress import progress
 from grpo_lib.run import Run
@@ -250,13 +250,14 @@ def _task_run_name() -> str:
 
 
 def _worth_a_retry(task: Any, task_run: Any, state: Any) -> bool:
-    """Only what may pass by itself: a store or MLflow that does not answer, a rank that is gone and starts anew.
+    """Only what may pass by itself: a store, MLflow or generation servers that don't answer, a rank that is gone and
+    starts anew.
 
     All else fails the same way again.
     """
     try:
         state.result()
-    except (StoreUnreachableError, TrackingError, RankLostError):
+    except (StoreUnreachableError, TrackingError, RankLostError, ServerLostError):
         return True
     except BaseException:
         return False

@@ -14,7 +14,15 @@ from tasks.base import Stage, stage_task
 DATASET = StageSpec(
     name="dataset",
     version=1,
-    reads=("data", "model.path", "model.prompt_format", "model.system_prompt", "rollout.max_prompt_tokens", "seed"),
+    reads=(
+        "data",
+        "model.path",
+        "model.prompt_format",
+        "model.system_prompt",
+        "rollout.max_prompt_tokens",
+        "rollout.long_prompts",
+        "seed",
+    ),
 )
 
 
@@ -22,8 +30,8 @@ DATASET = StageSpec(
 def dataset(stage: Stage) -> ArtifactRef:
     """Builds, renders, tokenises and checks the prompts."""
     problem = get_problem(stage.config.data.problem)
-    table = build_dataset(problem, stage.config, run_tokenizer(stage.config.model.path, problem))
-    return stage.commit(table)
+    table, long = build_dataset(problem, stage.config, run_tokenizer(stage.config.model.path, problem))
+    return stage.commit(table, summary=dict(long))
 
 
 @lru_cache(maxsize=4)

@@ -3,6 +3,7 @@
 import pyarrow as pa
 
 from grpo_lib.evaluation import evaluate_mode, evaluation_summary
+from grpo_lib.generation.agents import make_agent
 from grpo_lib.placement.engines import SAMPLING, sampling_of
 from grpo_lib.problems import get_problem
 from grpo_lib.seeds import derive_seed
@@ -20,6 +21,7 @@ EVALUATE = StageSpec(
         "evaluation.greedy",
         "evaluation.pass_k",
         *SAMPLING,
+        "rollout.agent",
         "rollout.max_batch_rows",
         "model.dtype",
         "reward",
@@ -51,6 +53,7 @@ def evaluate(stage: Stage, dataset: ArtifactRef, policy: ArtifactRef) -> Artifac
                     samples=samples,
                     sampling=sampling_of(config, greedy=mode == "greedy"),
                     seed=derive_seed(config.seed, "evaluate"),
+                    agent=make_agent(config.rollout.agent, workers.tokenizer),
                     on_progress=stage.advanced,
                 )
             )

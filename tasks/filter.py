@@ -12,8 +12,15 @@ from tasks.base import Stage, stage_task
 
 FILTER = StageSpec(
     name="filter",
-    version=1,
-    reads=("algorithm.filters", "algorithm.grouping", "rollout.prompts", "rollout.max_gen_batches", "seed"),
+    version=2,
+    reads=(
+        "algorithm.filters",
+        "algorithm.grouping",
+        "rollout.prompts",
+        "rollout.partial",
+        "rollout.max_gen_batches",
+        "seed",
+    ),
 )
 
 
@@ -27,6 +34,7 @@ def filter_rows(
 ) -> ArtifactRef:
     """Of all batches of the iteration so far; ``stage.shard`` counts them. ``previous``: of the iteration before."""
     config, batches = stage.config, stage.shard + 1
+    partial = config.rollout.partial is not None
     data = Iteration(prompts=stage.table(prompts), rollouts=stage.table(rollouts), rewards=stage.table(rewards))
     filters = [
         Filter(
@@ -40,9 +48,14 @@ def filter_rows(
         data,
         filters,
         GROUPINGS[config.algorithm.grouping],
-        prompts_wanted=config.rollout.prompts,
+        prompts_wanted=None if partial else config.rollout.prompts,
         seed=derive_seed(config.seed, "filter", stage.k),
     )
+    if partial and not summary["full"]:
+        raise AlgorithmError(
+            f"iteration {stage.k}: no prompt has all its responses finished ({what_was_seen(data, table)}); raise "
+            "rollout.partial, or lower rollout.max_new_tokens"
+        )
     if not summary["full"] and batches == config.rollout.max_gen_batches:
         raise AlgorithmError(
             f"iteration {stage.k}: after {batches} batches of {config.rollout.prompts} prompts only "
@@ -50,5 +63,7 @@ def filter_rows(
             f"({what_was_seen(data, table)}). Raise rollout.max_gen_batches or rollout.samples, take "
             "prompts of another difficulty, or remove the filter"
         )
-    drawn = (0 if previous is None else stage.summary(previous)["next_batch"]) + batches
-    return stage.commit(table, summary=summary | {"batches": batches, "next_batch": drawn})
+    carried = sum(int(stage.summary(each).get("carried", 0)) for each in prompts)
+    before = 0 if previous is None else stage.summary(previous)["next_prompt"]
+    following = before + data.prompts.num_rows - carried
+    return stage.commit(table, summary=summary | {"batches": batches, "next_prompt": following})

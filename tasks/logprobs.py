@@ -41,14 +41,15 @@ def old_logprobs(
         scores = trainer.score(asked, rows, on_progress=stage.advanced)
     assert scores.logprobs is not None
     assert scores.entropy is not None
+    own = columns.chosen("response_mask").values.bool()  # what the policy wrote, not what tools said
     theirs = columns.chosen("rollout_logprobs").values.double()
-    difference = (theirs - scores.logprobs.values.double())[theirs.isfinite()]
+    difference = (theirs - scores.logprobs.values.double())[own & theirs.isfinite()]
     table = columns.table(OLD_LOGPROBS, old_logprobs=scores.logprobs, entropy=scores.entropy)
     if scores.sum_squared_probs is not None:
         squares = list_array(columns.spread(scores.sum_squared_probs), FLOATS)
         table = table.append_column(SUM_SQUARED_PROBS, squares)
     summary = {
-        "entropy": float(scores.entropy.values.double().mean()),
+        "entropy": float(scores.entropy.values[own].double().mean()),
         "rollout_kl": float(difference.mean()),
         "rollout_abs_difference_max": float(difference.abs().max()),
     }

@@ -44,6 +44,7 @@ def warm_start(stage: Stage, dataset: ArtifactRef) -> ArtifactRef:
         config.warm_start,
         config.seed,
         lambda step, steps, loss: stage.advanced(step, steps),
+        observed=problem.observed,
     )
     with tempfile.TemporaryDirectory(prefix="grpo-warm-start-") as name:
         folder = Path(name)

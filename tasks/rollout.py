@@ -1,5 +1,7 @@
 """`rollout`: responses of the policy to a shard of the iteration's prompts; `greedy_rollout`: its most likely ones."""
 
+from grpo_lib.generation.agents import make_agent
+from grpo_lib.generation.base import Budget
 from grpo_lib.generation.parity import check_parity
 from grpo_lib.generation.rollouts import generate_rollouts, rollout_summary
 from grpo_lib.placement.engines import SAMPLING, sampling_of
@@ -11,13 +13,15 @@ from tasks.base import Stage, stage_task
 GREEDY = StageSpec(
     name="greedy_rollout",
     version=1,
-    reads=(*SAMPLING, "rollout.max_batch_rows", "model.dtype"),
+    reads=(*SAMPLING, "rollout.agent", "rollout.max_batch_rows", "model.dtype"),
 )
 ROLLOUT = StageSpec(
     name="rollout",
     version=1,
     reads=(
         *SAMPLING,
+        "rollout.agent",
+        "rollout.partial",
         "rollout.samples",
         "rollout.shards",
         "rollout.max_batch_rows",
@@ -30,13 +34,19 @@ ROLLOUT = StageSpec(
 
 
 @stage_task(ROLLOUT)
-def rollout(stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef) -> ArtifactRef:
-    """Generates this shard's groups, of the last batch of prompts; some rows prove that the engine is the policy."""
+def rollout(
+    stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef, earlier: list[ArtifactRef] | None = None
+) -> ArtifactRef:
+    """Generates this shard's groups, of the last batch of prompts; some rows prove that the engine is the policy.
+
+    ``earlier``: rollouts of the iteration before, of which some go on.
+    """
     settings = stage.config.rollout
     table, batch = stage.table(prompts), prompts[-1].rows
-    earlier, shard = table.num_rows - batch, stage.shard % settings.shards
-    first, last = (earlier + batch * each // settings.shards for each in (shard, shard + 1))
-    workers, sampling = stage.workers(policy), sampling_of(stage.config)
+    drawn, shard = table.num_rows - batch, stage.shard % settings.shards
+    first, last = (drawn + batch * each // settings.shards for each in (shard, shard + 1))
+    workers, sampling, partial = stage.workers(policy), sampling_of(stage.config), settings.partial
+    version = stage.summary(policy)["policy_version"]
     with workers.engine_at(policy) as engine:
         rollouts = generate_rollouts(
             engine,
@@ -47,7 +57,10 @@ def rollout(stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef) -> Ar
             sampling=sampling,
             seed=derive_seed(stage.config.seed, "rollout", stage.k),
             iteration=stage.k,
-            policy_version=stage.summary(policy)["policy_version"],
+            policy_version=version,
+            agent=make_agent(settings.agent, workers.tokenizer),
+            budget=None if partial is None else Budget(seconds=partial.seconds, tokens=partial.tokens),
+            earlier=stage.table(earlier) if earlier else None,
             on_progress=stage.advanced,
         )
         with workers.trainer_at(policy) as trainer:
@@ -60,6 +73,7 @@ def rollout(stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef) -> Ar
                 rows=stage.config.parity.rows,
                 max_mean=stage.config.parity_bound,
                 sampling=sampling,
+                policy_version=version,
             )
     tokens = len(rollouts.column("response_ids").combine_chunks().flatten())
     return stage.commit(rollouts, tokens=tokens, summary=rollout_summary(rollouts) | parity)
@@ -80,6 +94,7 @@ def greedy_rollout(stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef
             seed=0,
             iteration=stage.k,
             policy_version=stage.summary(policy)["policy_version"],
+            agent=make_agent(stage.config.rollout.agent, workers.tokenizer),
             on_progress=stage.advanced,
         )
     tokens = len(rollouts.column("response_ids").combine_chunks().flatten())

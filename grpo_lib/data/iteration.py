@@ -47,6 +47,12 @@ class Iteration:
         return torch.from_numpy(cut.to_numpy().astype(bool))
 
     @property
+    def unfinished(self) -> Tensor:
+        """``bool[B]``: to go on in the next iteration."""
+        going = pc.equal(self.rollouts.column("finish_reason"), "unfinished")
+        return torch.from_numpy(going.to_numpy().astype(bool))
+
+    @property
     def used(self) -> Tensor | None:
         """``bool[B]``: rows that the filters left; None without filters."""
         return None if self.selection is None else flag_column(self.selection, "used")

@@ -5,31 +5,33 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
-from grpo_lib.data.schemas import DATASET, PROMPTS
+from grpo_lib.data.schemas import DATASET, PROMPT_EXTRAS, PROMPTS
 from grpo_lib.errors import DataError, ModelError
 from grpo_lib.seeds import derive_seed
 from grpo_lib.types import Problem
 
 
-def build_dataset(problem: Problem, config: Any, tokenizer: Any) -> pa.Table:
-    """All prompts of both splits, rendered and tokenised.
+def build_dataset(problem: Problem, config: Any, tokenizer: Any) -> tuple[pa.Table, dict[str, int]]:
+    """All prompts of both splits, rendered and tokenised, and how many of each were too long.
 
     Args:
-        config: with ``data``, ``model.prompt_format``, ``model.system_prompt``, ``rollout.max_prompt_tokens`` and
-            ``seed``.
+        config: with ``data``, ``model.prompt_format``, ``model.system_prompt``, ``rollout.max_prompt_tokens``,
+            ``rollout.long_prompts`` and ``seed``.
 
     Raises:
         DataError: no prompts, a prompt without tokens, one longer than allowed, or one in both splits.
     """
-    splits = []
+    splits, long = [], {}
     for split in ("train", "heldout"):
         table = problem.load(config.data, split, config.seed)
         if table.num_rows == 0:
             raise DataError(f"the {split} split of {problem.name} is empty; look at the data settings")
         texts = table.column("prompt").to_pylist()
         ids = encode_prompts(tokenizer, texts, config.model.prompt_format, config.model.system_prompt)
-        _check_lengths(table, ids, config.rollout.max_prompt_tokens, split)
+        table, ids, count = _within(table, ids, config.rollout.max_prompt_tokens, config.rollout.long_prompts, split)
+        long[f"{split}_long_prompts"] = count
         columns = {
             "prompt_id": table.column("prompt_id"),
             "split": pa.repeat(split, table.num_rows),
@@ -46,11 +48,14 @@ def build_dataset(problem: Problem, config: Any, tokenizer: Any) -> pa.Table:
     doubled = dataset.num_rows - pc.count_distinct(dataset.column("prompt_id")).as_py()
     if doubled:
         raise DataError(f"{doubled} prompt ids occur twice in {problem.name}; every prompt needs its own")
-    return dataset
+    return dataset, long
 
 
 def encode_prompts(tokenizer: Any, texts: list[str], prompt_format: str, system_prompt: str | None) -> pa.Array:
-    """Token ids of every prompt, ``list<int32>``; with ``chat`` through the tokenizer's template, which brings BOS."""
+    """Token ids of every prompt, ``list<int32>``; with ``chat`` through the tokenizer's template, which brings BOS.
+
+    A prompt that brings a BOS of its own does not get a second one.
+    """
     if prompt_format == "chat":
         if not tokenizer.chat_template:
             raise ModelError(
@@ -64,21 +69,38 @@ def encode_prompts(tokenizer: Any, texts: list[str], prompt_format: str, system_
         encoded = tokenizer(texts, add_special_tokens=False)
     else:
         encoded = tokenizer(texts)
-    return pa.array(encoded["input_ids"], type=pa.list_(pa.int32()))
+    bos = tokenizer.bos_token_id
+    rows = [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in encoded["input_ids"]]
+    return pa.array(rows, type=pa.list_(pa.int32()))
 
 
-def _check_lengths(table: pa.Table, ids: pa.Array, limit: int, split: str) -> None:
+def _within(
+    table: pa.Table, ids: pa.Array, limit: int, long_prompts: str, split: str
+) -> tuple[pa.Table, pa.Array, int]:
+    """Prompts and their ids after long ones were treated as asked, and how many those were."""
     lengths = pc.list_value_length(ids).to_numpy(zero_copy_only=False)
     if (lengths == 0).any():
         row = int(np.argmax(lengths == 0))
         raise DataError(f"the prompt {table.column('prompt_id')[row].as_py()!r} ({split}) is empty")
-    longest = int(np.argmax(lengths))
-    if lengths[longest] > limit:
+    long = lengths > limit
+    count, longest = int(long.sum()), int(np.argmax(lengths))
+    if count == 0:
+        return table, ids, 0
+    if long_prompts == "refuse":
         raise DataError(
-            f"{int((lengths > limit).sum())} prompts of the {split} split are longer than "
+            f"{count} prompts of the {split} split are longer than "
             f"rollout.max_prompt_tokens={limit}; the longest, {table.column('prompt_id')[longest].as_py()!r}, has "
-            f"{lengths[longest]} tokens: raise the limit, or remove them"
+            f"{lengths[longest]} tokens: raise the limit, remove them, or set rollout.long_prompts to drop or cut them"
         )
+    if long_prompts == "drop":
+        if count == table.num_rows:
+            raise DataError(
+                f"all {count} prompts of the {split} split are longer than rollout.max_prompt_tokens={limit}; raise it"
+            )
+        kept = pa.array(~long)
+        return table.filter(kept), ids.filter(kept), count
+    cut = slice(-limit, None) if long_prompts == "truncate_left" else slice(limit)
+    return table, pa.array([row[cut] for row in ids.to_pylist()], type=ids.type), count
 
 
 def split_of(dataset: pa.Table, split: str) -> pa.Table:
@@ -86,12 +108,12 @@ def split_of(dataset: pa.Table, split: str) -> pa.Table:
     return dataset.filter(pc.equal(dataset.column("split"), split)).combine_chunks()
 
 
-def take_prompts(train: pa.Table, *, batch: int, count: int, seed: int) -> pa.Table:
-    """Batch number ``batch`` of ``count`` prompts, from an endless sequence of shuffled epochs.
+def take_prompts(train: pa.Table, *, first: int, count: int, seed: int) -> pa.Table:
+    """``count`` prompts from place ``first`` on, of an endless sequence of shuffled epochs.
 
-    The place in the sequence follows from the number, so that nothing is repeated or skipped on resume.
+    Nothing is repeated or skipped on resume: what comes at a place follows from the place alone.
     """
-    positions = np.arange(batch * count, (batch + 1) * count)
+    positions = np.arange(first, first + count)
     epochs = positions // train.num_rows
     rows = np.empty(count, dtype=np.int64)
     for epoch in np.unique(epochs):
@@ -102,3 +124,20 @@ def take_prompts(train: pa.Table, *, batch: int, count: int, seed: int) -> pa.Ta
     columns = {name: taken.column(name) for name in PROMPTS.names if name in taken.column_names}
     columns |= {"dataset_row": pa.array(rows), "epoch": pa.array(epochs.astype(np.int32))}
     return pa.table({name: columns[name] for name in PROMPTS.names}, schema=PROMPTS).combine_chunks()
+
+
+def carry_on(fresh: pa.Table, earlier: pa.Table, rows: NDArray[np.int64]) -> pa.Table:
+    """Prompts whose rollouts go on, then fresh ones, as many as ``fresh`` has in all.
+
+    Args:
+        earlier: prompts of the iteration before.
+        rows: those of them that go on.
+    """
+    schema = pa.schema([*PROMPTS, *PROMPT_EXTRAS])
+    taken = earlier.select(PROMPTS.names).take(pa.array(rows))
+    nothing = pa.nulls(fresh.num_rows - len(rows), pa.int32())
+    parts = [
+        taken.append_column(PROMPT_EXTRAS.field(0), pa.array(rows, pa.int32())),
+        fresh.slice(0, len(nothing)).append_column(PROMPT_EXTRAS.field(0), nothing),
+    ]
+    return pa.concat_tables([part.cast(schema) for part in parts]).combine_chunks()

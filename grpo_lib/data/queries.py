@@ -13,8 +13,8 @@ SCHEMAS = {"reward": REWARDS, "advantage": ADVANTAGES}
 VIEW = """
     select r.rollout_id, p.prompt, r.text, p.reference, p.data_source, w.value,
            w.components['correct'] >= 1 as correct, w.reason,
-           list_sum(a.advantages) / nullif(len(a.advantages), 0) as advantage,
-           len(r.response_ids) as tokens, -list_avg(r.rollout_logprobs) as surprise,
+           list_sum(a.advantages) / nullif(list_sum(a.response_mask), 0) as advantage,
+           len(r.response_ids) as tokens, -list_sum(r.rollout_logprobs) / list_sum(r.response_mask) as surprise,
            r.finish_reason, r.policy_version
     from rollouts r
     join prompts p on p.prompt_row = r.prompt_row

@@ -34,6 +34,9 @@ PROMPTS = pa.schema(
     }
 )
 
+# Columns of the prompts of an iteration that goes on with unfinished rollouts.
+PROMPT_EXTRAS = pa.schema({"carried_from": pa.int32()})  # row in the prompts of the iteration before; null: fresh
+
 ROLLOUTS = pa.schema(
     {
         "rollout_id": pa.string(),  # iteration-prompt-sample
@@ -42,12 +45,28 @@ ROLLOUTS = pa.schema(
         "response_ids": TOKENS,
         "response_mask": MASK,  # 1: produced by the policy
         "rollout_logprobs": FLOATS,  # of the sampling distribution
-        "finish_reason": pa.string(),  # stop | length
+        "finish_reason": pa.string(),  # stop | length | max_turns | failed | unfinished
         "seed": pa.int64(),
         "temperature": pa.float32(),
         "policy_version": pa.int32(),
         "weights_digest": pa.string(),  # of what the engine held
         "text": pa.string(),
+    }
+)
+# Columns that the rollouts of an agent have.
+ROLLOUT_EXTRAS = pa.schema(
+    {
+        "turns": pa.int32(),  # of the policy
+        "tool_calls": pa.int32(),
+        "tool_errors": pa.int32(),  # calls that raised or took too long
+        "failure": pa.string(),  # why there is no reward; null: nothing failed
+    }
+)
+# Columns of rollouts that may go on in the next iteration.
+PARTIAL_EXTRAS = pa.schema(
+    {
+        "token_versions": pa.list_(pa.int32()),  # of the policy that drew each token
+        "failure": pa.string(),
     }
 )
 

@@ -17,6 +17,9 @@ from grpo_lib.data.ragged import dense_groups, group_max, group_statistics
 from grpo_lib.data.schemas import SELECTION
 from grpo_lib.seeds import derive_seed
 
+WAITING = "unfinished"
+"""Why rows are left out whose prompt has a response that goes on in the next iteration."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
@@ -40,11 +43,12 @@ class FilterRows:
 
 
 def selection_table(
-    data: Iteration, filters: Sequence[Filter], grouping: Entry[Any], *, prompts_wanted: int, seed: int
+    data: Iteration, filters: Sequence[Filter], grouping: Entry[Any], *, prompts_wanted: int | None, seed: int
 ) -> tuple[pa.Table, dict[str, float]]:
     """Which rows belong to the iteration, and how often each takes part in the update.
 
-    The batch is full when ``prompts_wanted`` prompts have a row left; more are cut.
+    The batch is full when ``prompts_wanted`` prompts have a row left; more are cut. None takes what there is. Prompts
+    with an unfinished response wait, with all their responses.
 
     The summary's ``prompts_kept`` says how many there are (before the cut), ``full`` (0 or 1) whether that is enough.
     """
@@ -53,6 +57,8 @@ def selection_table(
     copies = (~torch.isnan(rewards)).long()
     reasons = np.full(len(rewards), None, dtype=object)
     reasons[copies.numpy() == 0] = "no reward"
+    waiting = torch.isin(data.prompt_rows, data.prompt_rows[data.unfinished])
+    copies[waiting], reasons[waiting.numpy()] = 0, WAITING
 
     def apply(each: Filter, place: int) -> None:
         left = torch.nonzero(copies).squeeze(1)
@@ -70,8 +76,8 @@ def selection_table(
         if not each.resamples:
             apply(each, place)
     kept = torch.unique(data.prompt_rows[copies > 0])
-    full = len(kept) >= prompts_wanted
-    if full:
+    full = len(kept) >= (prompts_wanted or 1)
+    if full and prompts_wanted is not None:
         surplus = (data.prompt_rows > kept[prompts_wanted - 1]) & (copies > 0)
         copies[surplus] = 0
         reasons[surplus.numpy()] = "batch full"
@@ -92,6 +98,8 @@ def selection_table(
         "full": float(full),
         "rows_used_fraction": float(used.double().mean()),
     }
+    if prompts_wanted is None:
+        summary["waiting_fraction"] = float(waiting.double().mean())
     return pa.table(columns, schema=SELECTION), summary
 
 

@@ -93,14 +93,43 @@ def grouped_attention(
 
     The query heads ``[rows, heads, 1, head_dim]`` of a key-value head stand in for positions.
     """
-    rows, heads, positions, head_dim = query.shape
-    shared = key.shape[1]
     mask_per_row = attention_mask is None or attention_mask.shape[1:3] == (1, 1)
-    if positions > 1 or heads == shared or not mask_per_row or kwargs.get("position_bias") is not None:
+    if (
+        query.shape[2] > 1
+        or query.shape[1] == key.shape[1]
+        or not mask_per_row
+        or kwargs.get("position_bias") is not None
+    ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    grouped = query.reshape(rows, shared, heads // shared, head_dim)
-    output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
-    return output.reshape(rows, 1, heads, value.shape[-1]), None
+    output = attend_to_cache(query, key, value, attention_mask, scaling)
+    return output.transpose(1, 2), None
+
+
+def attend_to_cache(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
+) -> Tensor:
+    """Attention of one token a row: ``[rows, heads, 1, head_dim]``. Keys and values are not copied for query heads.
+
+    Args:
+        query: ``[rows, heads, 1, head_dim]``.
+        key: ``[rows, shared, length, head_dim]``, as ``value``: each for ``heads / shared`` query heads.
+        mask: ``[rows, 1, 1, length]``: what is added to the scores; bool: where they stay.
+    """
+    rows, heads, _, head_dim = query.shape
+    shared = key.shape[1]
+    grouped = query.reshape(rows, shared, -1, head_dim)
+    if query.is_cpu and query.dtype == torch.float32:  # two batched products are faster than SDPA for a few queries
+        if mask is None:
+            added = query.new_zeros(1)
+        else:
+            added = as_additive(mask) if mask.dtype == torch.bool else mask
+            added = added.expand(-1, shared, -1, -1).flatten(0, 1)
+        scaling = head_dim**-0.5 if scaling is None else scaling
+        scores = torch.baddbmm(added, grouped.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=scaling)
+        output = torch.bmm(scores.softmax(-1), value.flatten(0, 1))
+    else:
+        output = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(rows, heads, 1, -1)
 
 
 def use_grouped_attention(model: PreTrainedModel) -> None:
@@ -111,6 +140,6 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(GROUPED_SDPA)
 
 
-def as_additive(valid: Tensor, dtype: torch.dtype) -> Tensor:
-    """``bool[rows, length]`` -> the mask ``[rows, 1, 1, length]`` that one decoded token adds to its scores."""
-    return torch.zeros(valid.shape, dtype=dtype, device=valid.device).masked_fill_(~valid, float("-inf"))[:, None, None]
+def as_additive(valid: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A mask that is added to scores: 0 where ``valid``, ``bool`` of any shape, and -inf elsewhere."""
+    return torch.zeros(valid.shape, dtype=dtype, device=valid.device).masked_fill_(~valid, float("-inf"))

@@ -1,7 +1,8 @@
 """The local engine: batched decoding with any Transformers decoder, in this process.
 
 A prompt is prefilled once, however often it is sampled. Rows that have ended leave the batch, so the cost follows the
-rows that still run. Prompts of a batch have similar lengths and are padded on the left.
+rows that still run. Prompts of a batch have similar lengths and are padded on the left. Models of the Llama family go
+through `FastDecoder`, all others through their own ``forward``.
 """
 
 import inspect
@@ -22,17 +23,18 @@ from grpo_lib.data.ragged import Ragged, lengths_to_offsets
 from grpo_lib.errors import ModelError
 from grpo_lib.generation.base import LENGTH, STOP, UNFINISHED, Generated, Progress, Request, Sampling
 from grpo_lib.generation.cache import GROUPED_SDPA, RoomyCache, as_additive, use_grouped_attention
+from grpo_lib.generation.fast_decoder import fast_decoder
 from grpo_lib.generation.sampling import choose
 from grpo_lib.generation.stops import Stops
 from grpo_lib.seeds import uniforms
-from grpo_lib.training.digest import HEAD, weights_digest
+from grpo_lib.training.digest import HEAD, is_tied, weights_digest
 
 SPARE_TOKENS = 128
 """Room for new tokens in a fresh cache; it doubles when that is used up."""
 LEAVE_FRACTION = 0.125
 """Ended rows leave the batch once they are this fraction of it; leaving means copying the cache of the others."""
-REPORT_STEPS = 16
-"""Decoding steps between two reports of progress."""
+REPORT_STEPS = 4
+"""Decoding steps between two reports of progress, and looks at the budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,7 @@ class LocalEngine:
     """
 
     name = "local"
+    alive = True
     version = f"transformers {transformers.__version__}"
 
     def __init__(
@@ -124,6 +127,7 @@ class LocalEngine:
             and self._takes_positions
             and model.config._attn_implementation in (GROUPED_SDPA, "sdpa", "eager")
         )
+        self._fast = fast_decoder(model) if self._ready_mask else None
 
     @torch.inference_mode()
     def generate(self, request: Request, on_progress: Progress | None = None) -> Generated:
@@ -179,7 +183,7 @@ class LocalEngine:
         mask = None
         if padded:
             whole = torch.cat([valid, valid.new_ones(len(valid), request.sampling.max_new_tokens)], 1)
-            mask = as_additive(whole.to(self._device), self._model.dtype) if self._ready_mask else whole
+            mask = as_additive(whole.to(self._device)[:, None, None], self._model.dtype) if self._ready_mask else whole
         seen = None
         if request.sampling.repetition_penalty != 1:  # padding repeats the first token
             seen = torch.zeros(logits.shape, dtype=torch.bool, device=self._device).scatter_(
@@ -213,13 +217,11 @@ class LocalEngine:
             if sampling.temperature > 0:
                 uniform = torch.from_numpy(uniforms(batch.seeds, step)).to(self._device)
             chosen, logprob = choose(batch.logits, sampling, uniform, batch.seen)
-            made.ids[batch.rows, step] = chosen.int()
-            made.logprobs[batch.rows, step] = logprob
+            made.ids[batch.rows, step], made.logprobs[batch.rows, step] = chosen.int(), logprob
             tokens += running
-            self._end(batch, made, step + 1, stops.reached(chosen, made.ids, batch.rows, step + 1), STOP)
+            running -= self._end(batch, made, step + 1, stops.reached(chosen, made.ids, batch.rows, step + 1), STOP)
             if batch.limits is not None:
-                self._end(batch, made, step + 1, batch.limits == step + 1, LENGTH)
-            running = int(batch.running.sum())
+                running -= self._end(batch, made, step + 1, batch.limits == step + 1, LENGTH)
             if running == 0 or step + 1 == longest:
                 self._end(batch, made, step + 1, batch.running, LENGTH)
                 break
@@ -236,11 +238,14 @@ class LocalEngine:
         return tokens
 
     @staticmethod
-    def _end(batch: _Batch, made: _Made, length: int, which: Tensor, reason: int) -> None:
-        """Those of the running rows end here."""
-        rows = batch.rows[which & batch.running]
-        made.lengths[rows], made.finish[rows] = length, reason
-        batch.running = batch.running & ~which
+    def _end(batch: _Batch, made: _Made, length: int, which: Tensor, reason: int) -> int:
+        """Those of the running rows end here; returns their number."""
+        slots = (which & batch.running).nonzero().squeeze(1)
+        if len(slots):
+            rows = batch.rows[slots]
+            made.lengths[rows], made.finish[rows] = length, reason
+            batch.running[slots] = False
+        return len(slots)
 
     def _drop_ended(self, batch: _Batch, tokens_left: int) -> Tensor:
         """Takes ended rows out of the batch; returns the slots that stay, ``int64``."""
@@ -255,10 +260,13 @@ class LocalEngine:
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: RoomyCache) -> Tensor:
         """Logits ``[rows, vocabulary]`` of the token after ``ids`` (``[rows, length]``)."""
-        end = cache.get_seq_length() + ids.shape[1]
-        inputs = {"position_ids": positions} if self._takes_positions else {}
         if mask is not None:
-            inputs["attention_mask"] = mask[..., :end]
+            mask = mask[..., : cache.get_seq_length() + ids.shape[1]]
+        if self._fast is not None:
+            return self._fast(ids, positions, mask, cache)
+        inputs = {} if mask is None else {"attention_mask": mask}
+        if self._takes_positions:
+            inputs["position_ids"] = positions
         output = self._model(
             input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **inputs, **self._logits_of_last
         )
@@ -272,7 +280,8 @@ class LocalEngine:
             ModelError: names or shapes are not those of the engine's model.
         """
         own = self._model.state_dict()
-        missing, unknown = own.keys() - state.keys() - {HEAD}, state.keys() - own.keys()
+        optional = {HEAD} if HEAD in own and is_tied(own) else set()
+        missing, unknown = own.keys() - state.keys() - optional, state.keys() - own.keys()
         wrong = [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
         if missing or unknown or wrong:
             problems = {"missing": missing, "unknown": unknown, "of another shape": wrong}
@@ -296,4 +305,4 @@ class LocalEngine:
 
     def close(self) -> None:
         """Drops the model."""
-        del self._model
+        del self._model, self._fast

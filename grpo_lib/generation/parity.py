@@ -8,7 +8,7 @@ import pyarrow as pa
 import torch
 
 from grpo_lib.data.columns import ragged_column
-from grpo_lib.data.ragged import Ragged
+from grpo_lib.data.ragged import Ragged, segment_sum
 from grpo_lib.errors import ParityError
 from grpo_lib.generation.base import Engine, Sampling
 from grpo_lib.generation.sampling import shape
@@ -34,6 +34,7 @@ def check_parity(
     rows: int,
     max_mean: float,
     sampling: Sampling,
+    policy_version: int,
 ) -> dict[str, float]:
     """Scores ``rows`` rollouts with the trainer and compares with what the engine reported.
 
@@ -45,15 +46,18 @@ def check_parity(
         ParityError: the mean absolute difference is above ``max_mean``: the engine holds other weights than the
             trainer, or its log-probs are of another distribution.
     """
-    picked = np.unique(np.linspace(0, rollouts.num_rows - 1, min(rows, rollouts.num_rows)).astype(np.int64))
+    comparable = _comparable(rollouts, policy_version)
+    candidates = (segment_sum(comparable.values.long(), comparable.offsets) > 0).nonzero().squeeze(1).numpy()
+    if len(candidates) == 0:
+        raise ParityError(
+            f"engine {engine.name!r} ({engine.version}) reports no finite log-prob in {rollouts.num_rows} rows; "
+            "nothing was committed"
+        )
+    picked = candidates[np.unique(np.linspace(0, len(candidates) - 1, min(rows, len(candidates))).astype(np.int64))]
     chosen = rollouts.take(pa.array(picked))
     theirs = ragged_column(chosen, "rollout_logprobs").values
     ours = score(sequences(prompts, chosen)).values
-    own = ragged_column(chosen, "response_mask").values.bool() & theirs.isfinite()
-    if not bool(own.any()):
-        raise ParityError(
-            f"engine {engine.name!r} reports no finite log-prob in {len(picked)} rows; nothing was committed"
-        )
+    own = comparable.gather(torch.from_numpy(picked)).values
     possible = own & ours.isfinite()  # rounding may put a token at the edge of a truncation on its other side
     impossible = 1 - int(possible.sum()) / int(own.sum())
     difference = (ours - theirs)[possible].abs().double()
@@ -70,6 +74,15 @@ def check_parity(
             "sampling distribution differs (raise parity.max_mean only for reduced precision)"
         )
     return {"parity_mean": mean, "parity_max": largest}
+
+
+def _comparable(rollouts: pa.Table, policy_version: int) -> Ragged:
+    """``bool``: tokens that this policy drew, not a tool or an earlier policy, with a finite log-prob."""
+    logprobs = ragged_column(rollouts, "rollout_logprobs")
+    own = ragged_column(rollouts, "response_mask").values.bool() & logprobs.values.isfinite()
+    if "token_versions" in rollouts.column_names:
+        own &= ragged_column(rollouts, "token_versions").values == policy_version
+    return logprobs.with_values(own)
 
 
 def _described(sampling: Sampling) -> str:

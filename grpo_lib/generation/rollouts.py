@@ -1,5 +1,6 @@
 """One shard of rollouts: what the engine generated, as a dataset."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,11 +8,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from grpo_lib.data.columns import list_array, ragged_column
+from grpo_lib.data.columns import flat_column, list_array, ragged_column
 from grpo_lib.data.ragged import Ragged
-from grpo_lib.data.schemas import FLOATS, MASK, ROLLOUTS, TOKENS
+from grpo_lib.data.schemas import FLOATS, MASK, PARTIAL_EXTRAS, ROLLOUT_EXTRAS, ROLLOUTS, TOKENS
 from grpo_lib.errors import NonFiniteError
-from grpo_lib.generation.base import FINISH_REASONS, Engine, Generated, Progress, Request, Sampling
+from grpo_lib.generation.agents import Agent, respond
+from grpo_lib.generation.base import FINISH_REASONS, UNFINISHED, Budget, Engine, Generated, Progress, Request, Sampling
+from grpo_lib.generation.episodes import Played
+from grpo_lib.generation.partial import begun_rows, go_on, oldest
 from grpo_lib.seeds import row_seeds
 
 
@@ -26,17 +30,29 @@ def generate_rollouts(
     seed: int,
     iteration: int,
     policy_version: int,
+    agent: Agent | None = None,
+    budget: Budget | None = None,
+    earlier: pa.Table | None = None,
     on_progress: Progress | None = None,
 ) -> pa.Table:
     """``samples`` responses to each of ``prompts``, whose first is row ``first_prompt`` of the iteration's prompts.
 
     The seed of a row follows from its place in the iteration, not in the shard.
+
+    Args:
+        budget: rows that are unfinished when it is used up go on in the next iteration; None: all are finished.
+        earlier: rollouts of the iteration before, some of which go on.
     """
     ids = ragged_column(prompts, "prompt_ids")
     count = prompts.num_rows * samples
     seeds = row_seeds(seed, first_prompt * samples, count)
-    request = Request(prompts=ids, seeds=torch.from_numpy(seeds), n=samples, sampling=sampling)
-    made = engine.generate(request, on_progress)
+    request = Request(prompts=ids, seeds=torch.from_numpy(seeds), n=samples, sampling=sampling, budget=budget)
+    versions = None
+    if budget is None:
+        made = respond(engine, request, agent, on_progress)
+    else:
+        begun = begun_rows(prompts, earlier, samples)
+        made, versions = go_on(engine, request, begun, policy_version, on_progress)
     if bool(torch.isnan(made.logprobs).any()):  # infinite ones are dropped, and counted, by the advantage stage
         raise NonFiniteError(
             f"engine {engine.name} gave log-probs that are NaN; the policy's weights are broken: "
@@ -50,7 +66,7 @@ def generate_rollouts(
         "prompt_row": pa.array(prompt_row),
         "group_id": pa.array(prompt_row.astype(np.int64)),
         "response_ids": list_array(responses, TOKENS),
-        "response_mask": list_array(responses.with_values(torch.ones(len(made.logprobs), dtype=torch.uint8)), MASK),
+        "response_mask": list_array(responses.with_values(policy_mask(made).to(torch.uint8)), MASK),
         "rollout_logprobs": list_array(responses.with_values(made.logprobs), FLOATS),
         "finish_reason": finish_reasons(made),
         "seed": pa.array(seeds),
@@ -59,7 +75,35 @@ def generate_rollouts(
         "weights_digest": pa.repeat(engine.digest(), count),
         "text": pa.array(decode(tokenizer, responses)),
     }
-    return pa.table(columns, schema=ROLLOUTS)
+    extras: Sequence[pa.Field] = ()
+    if isinstance(made, Played):
+        extras, more = ROLLOUT_EXTRAS, agent_columns(made)
+        columns |= more
+    if versions is not None:
+        extras = PARTIAL_EXTRAS
+        columns["policy_version"] = pa.array(oldest(versions, policy_version).numpy())
+        columns["token_versions"] = list_array(versions, TOKENS)
+        going = pa.array((made.finish == UNFINISHED).numpy())
+        columns["failure"] = pc.if_else(going, "unfinished", pa.scalar(None, pa.string()))
+    return pa.table(columns, schema=pa.schema([*ROLLOUTS, *extras]))
+
+
+def policy_mask(made: Generated) -> torch.Tensor:
+    """``bool[N]``: tokens that the policy produced."""
+    return torch.ones(len(made.logprobs), dtype=torch.bool) if made.mask is None else made.mask
+
+
+def agent_columns(made: Generated) -> dict[str, pa.Array]:
+    """``ROLLOUT_EXTRAS`` of rollouts that an agent played; nothing of others."""
+    if not isinstance(made, Played) or made.turns is None:
+        return {}
+    numbers = {"turns": made.turns, "tool_calls": made.tool_calls, "tool_errors": made.tool_errors}
+    return {name: pa.array(values.numpy()) for name, values in numbers.items()} | {"failure": failures(made)}
+
+
+def failures(made: Generated) -> pa.Array:
+    """Why rows failed, null for those that did not."""
+    return pa.array(made.failures or [None] * len(made.finish), pa.string())
 
 
 def rollout_ids(iteration: int, prompt_row: np.ndarray, sample: np.ndarray) -> pa.Array:
@@ -79,12 +123,28 @@ def decode(tokenizer: Any, responses: Ragged) -> list[str]:
 
 
 def rollout_summary(table: pa.Table) -> dict[str, float]:
-    """Lengths, truncation and surprise of some rollouts."""
+    """Lengths, truncation and surprise of some rollouts; of an agent's also turns, tools and failures."""
     lengths = pc.list_value_length(table.column("response_ids"))
-    logprobs = ragged_column(table, "rollout_logprobs").values
-    return {
+    own = ragged_column(table, "response_mask").values.bool()
+    logprobs = ragged_column(table, "rollout_logprobs").values[own]
+    summary = {
         "length_mean": float(pc.mean(lengths).as_py()),
         "length_max": float(pc.max(lengths).as_py()),
         "truncated_fraction": float(pc.mean(pc.equal(table.column("finish_reason"), "length")).as_py()),
         "surprise": -float(logprobs[logprobs.isfinite()].double().mean().nan_to_num()),
+    }
+    if "token_versions" in table.column_names:
+        going = pc.mean(pc.equal(table.column("finish_reason"), "unfinished")).as_py()
+        versions = ragged_column(table, "token_versions").values
+        older = (versions < versions.max()).double().mean() if len(versions) else 0.0
+        return summary | {"unfinished_fraction": float(going), "older_tokens_fraction": float(older)}
+    if "turns" not in table.column_names:
+        return summary
+    turns, calls, errors = (flat_column(table, name).double() for name in ("turns", "tool_calls", "tool_errors"))
+    return summary | {
+        "turns_mean": float(turns.mean()),
+        "tool_calls_mean": float(calls.mean()),
+        "tool_errors_fraction": float(errors.sum() / calls.sum().clamp(min=1)),
+        "observation_fraction": 1 - float(own.double().mean()),
+        "failed_fraction": 1 - table.column("failure").null_count / table.num_rows,
     }

@@ -31,7 +31,8 @@ class Stops:
     def _tokens_that_complete(self, device: torch.device) -> Tensor:
         """``bool[vocabulary]``: tokens with the last character of a stop string in them; no other can complete it."""
         last = {text[-1] for text in self._texts} | {BROKEN}
-        pieces = self._tokenizer.batch_decode([[token] for token in range(len(self._tokenizer))])
+        # Twice: some tokenizers drop the space that a text begins with.
+        pieces = self._tokenizer.batch_decode([[token, token] for token in range(len(self._tokenizer))])
         return torch.tensor([not last.isdisjoint(piece) for piece in pieces], device=device)
 
     def reached(self, chosen: Tensor, ids: Tensor, rows: Tensor, length: int) -> Tensor:

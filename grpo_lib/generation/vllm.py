@@ -31,6 +31,7 @@ INSTALL = "pip install 'grpo-pipeline[vllm]' for CUDA, or 'grpo-pipeline[vllm-cp
 REPORT_SECONDS = 0.2
 OUTPUT_INTERVAL, BUDGET_INTERVAL = 16, 4
 """Tokens of a row that vLLM hands out at a time; fewer with a budget, which is looked at then."""
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Upper bounds that vLLM takes."""
 REASONS = {"stop": STOP, "length": LENGTH}
@@ -101,6 +102,8 @@ class VllmEngine:
         self._digest: str | None = None
         self._asleep = False
         check_installed()
+        if self._on_cpu:
+            check_head_size(head_size(folder), "choose another model")
         _prepare_environment(options, self._on_cpu)
         import vllm
         from vllm.platforms import current_platform
@@ -300,8 +303,6 @@ def _prepare_environment(options: VllmOptions, on_cpu: bool) -> None:
 def _start(folder: str, dtype: torch.dtype, on_cpu: bool, options: VllmOptions, adapter: AdapterOptions | None) -> Any:
     from vllm import LLM
 
-    if on_cpu:
-        _check_head_size(folder)
     extra: dict[str, Any] = {}
     if adapter is not None:
         bound = next(rank for rank in LORA_RANKS if rank >= adapter.rank)
@@ -326,14 +327,19 @@ def _start(folder: str, dtype: torch.dtype, on_cpu: bool, options: VllmOptions, 
     )
 
 
-def _check_head_size(folder: str) -> None:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    config = describe(folder).config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    known = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in known:
+def check_head_size(size: int, remedy: str) -> None:
+    """
+    Raises:
+        ModelError: vLLM on a CPU has no attention kernel for heads of this size; it would fail as it generates.
+    """
+    if size not in CPU_HEAD_SIZES:
         raise ModelError(
-            f"the model's attention heads have size {size}; vLLM on a CPU takes {', '.join(map(str, known))}: choose "
-            "another model (or model.small.head_dim), or rollout.engine=local"
+            f"the model's attention heads have size {size}; vLLM on a CPU takes {', '.join(map(str, CPU_HEAD_SIZES))}: "
+            f"{remedy}, or rollout.engine=local"
         )
+
+
+def head_size(folder: str) -> int:
+    """Of a model's attention."""
+    config = describe(folder).config.get_text_config()
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -59,7 +59,7 @@ def make_engine(config: RunConfig, folder: Path, tokenizer: Any, device: torch.d
         from grpo_lib.generation.server import ServerEngine
 
         assert rollout.server is not None
-        return ServerEngine(rollout.server, model_folder=folder, eos_token_ids=eos, dtype=dtype)
+        return ServerEngine(rollout.server, model_folder=folder, eos_token_ids=eos, dtype=dtype, tokenizer=tokenizer)
     return _vllm(config, folder, eos, device)
 
 

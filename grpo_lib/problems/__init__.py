@@ -3,7 +3,7 @@
 To add one:
 
 1. Write its options as a ``Section`` in ``grpo_lib/config.py``, with ``problem: Literal["yours"]``, and add it to
-   ``DataConfig``.
+   ``DataConfig`` and ``DATA_SECTIONS``.
 2. Write ``grpo_lib/problems/yours.py``: ``load`` (prompts and references), ``make_reward`` (judges a response) and,
    for a warm start, ``demonstrate``; end it with ``PROBLEM = Problem(...)``. `grpo_lib.types.Problem` says what each
    must do.
@@ -13,11 +13,12 @@ To add one:
 from difflib import get_close_matches
 
 from grpo_lib.errors import ConfigError
-from grpo_lib.problems import countdown, expressions, gsm8k
+from grpo_lib.problems import countdown, countdown_calculator, expressions, gsm8k
 from grpo_lib.types import Problem
 
 PROBLEMS: dict[str, Problem] = {
     "countdown": countdown.PROBLEM,
+    "countdown_calculator": countdown_calculator.PROBLEM,
     "expressions": expressions.PROBLEM,
     "gsm8k": gsm8k.PROBLEM,
 }

@@ -14,7 +14,7 @@ from itertools import product
 
 import pyarrow as pa
 
-from grpo_lib.config import CountdownData, RewardConfig
+from grpo_lib.config import CountdownOptions, RewardConfig
 from grpo_lib.problems.arithmetic import calculate, parse_arithmetic
 from grpo_lib.problems.common import PROMPT_SCHEMA, RESPONSE_TAGS, answer_of, collect_unique, graded, split_rows
 from grpo_lib.types import Problem, RewardFunction, RewardResult, Sample
@@ -25,7 +25,7 @@ Puzzle = tuple[tuple[int, ...], int]
 # Puzzles
 
 
-def load(options: CountdownData, split: str, seed: int) -> pa.Table:
+def load(options: CountdownOptions, split: str, seed: int) -> pa.Table:
     """The puzzles of one split; train and held-out ones differ in numbers or target.
 
     The held-out puzzles are drawn first, so they don't change with ``train_prompts``.
@@ -47,7 +47,7 @@ def load(options: CountdownData, split: str, seed: int) -> pa.Table:
 
 
 @lru_cache(maxsize=1)  # both splits are cut from the same puzzles
-def make_puzzles(options: CountdownData, count: int, seed: int) -> tuple[Puzzle, ...]:
+def make_puzzles(options: CountdownOptions, count: int, seed: int) -> tuple[Puzzle, ...]:
     """``count`` different puzzles (numbers in descending order, target) in an order fixed by ``seed``.
 
     Raises:
@@ -61,7 +61,7 @@ def make_puzzles(options: CountdownData, count: int, seed: int) -> tuple[Puzzle,
     return collect_unique(lambda: draw(options, rng), count, remedy)
 
 
-def _draw_numbers(options: CountdownData, rng: random.Random) -> list[int]:
+def _draw_numbers(options: CountdownOptions, rng: random.Random) -> list[int]:
     """Numbers in descending order, every multiset equally likely, so that early and late draws look alike.
 
     Different places in a range that is longer by the count of numbers, less one, stand for the multisets.
@@ -71,7 +71,7 @@ def _draw_numbers(options: CountdownData, rng: random.Random) -> list[int]:
     return [place - (last - index) for index, place in enumerate(places)]
 
 
-def _draw_chain(options: CountdownData, rng: random.Random) -> Puzzle | None:
+def _draw_chain(options: CountdownOptions, rng: random.Random) -> Puzzle | None:
     """Only + and -: left to right over the listed numbers, so that the demonstrations' search finds it."""
     numbers = _draw_numbers(options, rng)
     target = numbers[0]
@@ -80,7 +80,7 @@ def _draw_chain(options: CountdownData, rng: random.Random) -> Puzzle | None:
     return (tuple(numbers), target) if 0 <= target <= options.max_target else None
 
 
-def _draw_expression(options: CountdownData, rng: random.Random) -> Puzzle | None:
+def _draw_expression(options: CountdownOptions, rng: random.Random) -> Puzzle | None:
     """Joins two random values by a random operator until one is left; it may be any fraction on the way."""
     numbers = _draw_numbers(options, rng)
     values: list[int | Fraction] = list(numbers)
@@ -99,7 +99,7 @@ def _draw_expression(options: CountdownData, rng: random.Random) -> Puzzle | Non
 # Answers
 
 
-def make_reward(options: CountdownData, reward: RewardConfig) -> RewardFunction:
+def make_reward(options: CountdownOptions, reward: RewardConfig) -> RewardFunction:
     """Judges the answer block; a right answer uses every number once and only the operators of ``options``."""
     allowed = frozenset(options.operators)
 
@@ -122,7 +122,7 @@ def make_reward(options: CountdownData, reward: RewardConfig) -> RewardFunction:
 # Demonstrations
 
 
-def demonstrate(options: CountdownData, table: pa.Table, seed: int) -> list[str]:
+def demonstrate(options: CountdownOptions, table: pa.Table, seed: int) -> list[str]:
     """A search for each puzzle: ``30+12=42,42-7=35x;30-12=18,18+7=25v``, then the last try as the answer.
 
     A try goes through the listed numbers from left to right and ends in the writer's own check, v or x. Tries follow
@@ -143,14 +143,14 @@ def demonstrate(options: CountdownData, table: pa.Table, seed: int) -> list[str]
 
 def _demonstration(numbers: list[int], target: int, cycle: list[tuple[str, ...]], persistent: bool) -> str:
     tries: list[str] = []
-    answer = _written(numbers, cycle[0])
+    answer = written(numbers, cycle[0])
     for pattern in cycle:
         tried = _try(numbers, pattern)
         if tried is None:  # it divides unevenly
             continue
         steps, value = tried
         tries.append(steps + ("v" if value == target else "x"))
-        answer = _written(numbers, pattern)
+        answer = written(numbers, pattern)
         if value == target or not persistent:
             break
     return f"<think>{';'.join(tries)}</think><answer>{answer}</answer>"
@@ -168,7 +168,7 @@ def _try(numbers: list[int], pattern: tuple[str, ...]) -> tuple[str, int] | None
     return ",".join(steps), value
 
 
-def _written(numbers: list[int], pattern: tuple[str, ...]) -> str:
+def written(numbers: list[int], pattern: tuple[str, ...]) -> str:
     """The pattern as an expression, with parentheses where precedence would change it."""
     text, is_sum = str(numbers[0]), False
     for operator, number in zip(pattern, numbers[1:], strict=True):

@@ -25,6 +25,8 @@ class Scores:
     """Named parts of the reward; null where a sample has no such part."""
     answers: list[str | None]
     """What the sample answers; null where the reward function does not say."""
+    judged: list[bool]
+    """Not those whose rollout failed: the reward function never saw them."""
 
 
 def score(
@@ -33,7 +35,8 @@ def score(
     """Scores every sample; ``on_progress`` is called with the number of samples done.
 
     A value is null where the function raises, or returns ``None``, NaN, an infinity or another type; so it is where
-    one of the components is not a finite number. Only `Exception` is caught: an interrupt still ends the run.
+    one of the components is not a finite number. Only `Exception` is caught: an interrupt still ends the run. A sample
+    whose rollout failed is null for that reason.
     """
     values: list[float | None] = []
     reasons: list[str | None] = []
@@ -53,20 +56,21 @@ def score(
         reasons=reasons,
         components={name: [components.get(name) for components in parts] for name in names},
         answers=answers,
+        judged=[sample.failure is None for sample in samples],
     )
 
 
 def check_failures(scores: Scores, max_failed: float) -> None:
-    """Stops the run when too many rewards are null.
+    """Stops the run when too many of the rewards that were to be computed are null.
 
     Raises:
         RewardError: the fraction of nulls is above ``max_failed``; the commonest reasons are named, each with its
             count and the index of one sample.
     """
-    total, failed = len(scores.values), scores.values.count(None)
+    reasons = [reason for reason, judged in zip(scores.reasons, scores.judged, strict=True) if judged and reason]
+    total, failed = sum(scores.judged), len(reasons)
     if failed <= max_failed * total:
         return
-    reasons = [reason for reason in scores.reasons if reason is not None]
     commonest = [
         f"{count} x {reason} (first: sample {scores.reasons.index(reason)})"
         for reason, count in Counter(reasons).most_common(3)
@@ -81,6 +85,8 @@ def _score_one(
     sample: Sample, function: RewardFunction
 ) -> tuple[float | None, dict[str, float], str | None, str | None]:
     """Value, components, answer, and the reason where the value is null."""
+    if sample.failure is not None:
+        return None, {}, None, sample.failure
     try:
         result: object = function(sample)
         if isinstance(result, RewardResult):

@@ -21,6 +21,7 @@ def samples_of(prompts: pa.Table, rollouts: pa.Table) -> list[Sample]:
         theirs.column("data_source").to_pylist(),
         pc.list_value_length(rollouts.column("response_ids")).to_pylist(),
         rollouts.column("finish_reason").to_pylist(),
+        rollouts.column("failure").to_pylist() if "failure" in rollouts.column_names else [None] * rollouts.num_rows,
         strict=True,
     )
     return [
@@ -31,8 +32,9 @@ def samples_of(prompts: pa.Table, rollouts: pa.Table) -> list[Sample]:
             data_source=source,
             response_tokens=tokens,
             finish_reason=finish,
+            failure=failure,
         )
-        for prompt, text, reference, source, tokens, finish in columns
+        for prompt, text, reference, source, tokens, finish, failure in columns
     ]
 
 
@@ -42,7 +44,7 @@ def reward_table(
     function: RewardFunction,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[pa.Table, Scores]:
-    """Scores every rollout; a reward that could not be computed is null with a reason."""
+    """Scores every rollout; a reward that could not be computed, or of a rollout that failed, is null with a reason."""
     scores = score(samples_of(prompts, rollouts), function, on_progress)
     components = [
         [(name, values[row]) for name, values in scores.components.items() if values[row] is not None]

@@ -180,7 +180,7 @@ def latest(manifests: Sequence[Manifest], stage: str) -> list[Manifest]:
     return [newest[place] for place in sorted(newest)]
 
 
-RESULTS = ("policy_digest", "critic_digest", "next_batch", "next_kl_coef")
+RESULTS = ("policy_digest", "critic_digest", "next_prompt", "next_kl_coef")
 """Results that a stage has in its summary and that later stages go on from."""
 
 

@@ -17,6 +17,11 @@ DESCRIPTIONS = {
     "rollout/length_max": "Longest response in tokens.",
     "rollout/truncated_fraction": "Responses cut at rollout.max_new_tokens.",
     "rollout/surprise": "Mean of -log p of the sampled tokens, in nats: an estimate of the entropy.",
+    "rollout/turns_mean": "Turns of the policy in a rollout (with rollout.agent, as the next ones).",
+    "rollout/tool_calls_mean": "Calls of tools in a rollout.",
+    "rollout/tool_errors_fraction": "Calls that raised or took too long.",
+    "rollout/observation_fraction": "Response tokens that tools said: read, never trained on.",
+    "rollout/failed_fraction": "Rollouts that failed: null reward, in no statistic.",
     "rollout/parity_mean": "Mean absolute difference between the engine's and the trainer's log-probs.",
     "rollout/parity_max": "Largest absolute difference between the engine's and the trainer's log-probs.",
     "reward/mean": "Mean reward of the rollouts that could be scored.",
@@ -66,11 +71,19 @@ DESCRIPTIONS = {
     "filter/rows_used_fraction": "Rows that belong to the iteration.",
     "filter/full": "1 when enough prompts are left.",
     "filter/batches": "Batches of prompts drawn.",
-    "filter/next_batch": "Batches of prompts drawn so far in the run.",
+    "rollout/unfinished_fraction": "Responses that go on in the next iteration.",
+    "rollout/older_tokens_fraction": "Response tokens that an earlier policy drew.",
+    "filter/next_prompt": "Prompts drawn so far in the run.",
+    "filter/waiting_fraction": "Rows of prompts with a response that goes on in the next iteration.",
     "greedy_rollout/length_mean": "Mean length of the greedy responses (baseline of remax).",
     "greedy_rollout/length_max": "Longest greedy response.",
     "greedy_rollout/truncated_fraction": "Greedy responses cut at the limit.",
     "greedy_rollout/surprise": "Mean of -log p of the greedy tokens.",
+    "greedy_rollout/turns_mean": "Turns of the policy in a greedy rollout (with rollout.agent, as the next ones).",
+    "greedy_rollout/tool_calls_mean": "Calls of tools in a greedy rollout.",
+    "greedy_rollout/tool_errors_fraction": "Of those, calls that raised or took too long.",
+    "greedy_rollout/observation_fraction": "Tokens of the greedy responses that tools said.",
+    "greedy_rollout/failed_fraction": "Greedy rollouts that failed.",
     "greedy_reward/mean": "Mean reward of the greedy responses.",
     "greedy_reward/min": "Smallest.",
     "greedy_reward/max": "Largest.",
@@ -174,7 +187,7 @@ def _joined(name: str, shards: Iterable[Manifest]) -> float:
 
 
 def _weight(name: str, shard: Manifest) -> float:
-    failed = shard.summary.get("failed_fraction", 0.0)
+    failed = shard.summary.get("failed_fraction", 0.0) if shard.stage.endswith("reward") else 0.0
     scored = 1.0 if name == "failed_fraction" else 1.0 - float(str(failed))
     return max(1, shard.rows) * scored
 

@@ -2,7 +2,8 @@
 
 Matrices are trained by Muon, the embedding and vectors by AdamW. The loss of a batch is the sum over its answer
 tokens divided by the number of answer tokens that a batch has on average over the whole pool: dividing by the
-batch's own number would give a token of a short demonstration more weight than one of a long.
+batch's own number would give a token of a short demonstration more weight than one of a long. What a tool says in a
+demonstration is read and not learned.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,8 @@ class WarmStartResult:
 class _Demonstration:
     ids: list[int]
     """Prompt, response and end-of-sequence token."""
-    prompt_length: int
+    learned: np.ndarray
+    """``bool``, of each of the ids: it is to be written by the model."""
 
 
 def warm_start(
@@ -52,6 +54,7 @@ def warm_start(
     config: WarmStartConfig,
     seed: int,
     on_progress: Callable[[int, int, float], None] | None = None,
+    observed: tuple[str, str] | None = None,
 ) -> WarmStartResult:
     """Trains ``model`` in place to write ``responses[i]`` and the end-of-sequence token after ``prompts[i]``.
 
@@ -59,13 +62,14 @@ def warm_start(
 
     Args:
         on_progress: called after each step with its number from 1, the number of steps, and the loss.
+        observed: tags, each one token, around what is read and not learned, themselves included.
 
     Raises:
         DataError: no demonstration has at most ``config.max_tokens`` tokens, or one can't be tokenised.
         NonFiniteError: the loss became NaN or infinite.
     """
-    pool, left_out = _tokenised(tokenizer, prompts, responses, config.max_tokens)
-    answer_tokens = np.array([len(each.ids) - each.prompt_length for each in pool])
+    pool, left_out = _tokenised(tokenizer, prompts, responses, config.max_tokens, observed)
+    answer_tokens = np.array([each.learned.sum() for each in pool])
     batch_size = min(config.batch_size, len(pool))
     denominator = float(answer_tokens.mean() * batch_size)
     optimizers = _optimizers(model, config)
@@ -85,7 +89,11 @@ def warm_start(
 
 
 def _tokenised(
-    tokenizer: Any, prompts: Sequence[str], responses: Sequence[str], max_tokens: int
+    tokenizer: Any,
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    max_tokens: int,
+    observed: tuple[str, str] | None,
 ) -> tuple[list[_Demonstration], int]:
     """The demonstrations that fit, and the number of those that don't."""
     try:
@@ -97,8 +105,9 @@ def _tokenised(
         raise DataError(
             f"a demonstration can't be tokenised: {error}. Does it use characters outside the problem's alphabet?"
         ) from error
+    tags = None if observed is None else tokenizer.convert_tokens_to_ids(list(observed))
     made = [
-        _Demonstration(ids=[*prompt, *response, tokenizer.eos_token_id], prompt_length=len(prompt))
+        _demonstration(prompt, [*response, tokenizer.eos_token_id], tags)
         for prompt, response in zip(prompt_ids, response_ids, strict=True)
     ]
     pool = [each for each in made if len(each.ids) <= max_tokens]
@@ -109,6 +118,15 @@ def _tokenised(
             f"(the shortest has {shortest}): raise it, or make the problem smaller"
         )
     return pool, len(made) - len(pool)
+
+
+def _demonstration(prompt: list[int], response: list[int], tags: list[int] | None) -> _Demonstration:
+    ids = np.array([*prompt, *response])
+    learned = np.arange(len(ids)) >= len(prompt)
+    if tags is not None:
+        opened, closed = ((ids == tag).cumsum() for tag in tags)
+        learned &= (opened == closed) & (ids != tags[1])
+    return _Demonstration(ids=ids.tolist(), learned=learned)
 
 
 def _batches(lengths: np.ndarray, batch_size: int, seed: int) -> Iterator[np.ndarray]:
@@ -129,7 +147,7 @@ def _batches(lengths: np.ndarray, batch_size: int, seed: int) -> Iterator[np.nda
 
 
 def _padded(rows: list[_Demonstration], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, both ``int64[rows, longest - 1]``; the target of a prompt token or padding is ignored.
+    """Inputs and targets, both ``int64[rows, longest - 1]``; targets that are not learned, or padding, are ignored.
 
     Padding stands on the right, where causal attention keeps it from every real token.
     """
@@ -139,7 +157,7 @@ def _padded(rows: list[_Demonstration], pad_id: int) -> tuple[Tensor, Tensor]:
     for place, row in enumerate(rows):
         tokens = torch.tensor(row.ids)
         ids[place, : len(tokens)] = tokens
-        targets[place, row.prompt_length : len(tokens)] = tokens[row.prompt_length :]
+        targets[place, : len(tokens)] = tokens.where(torch.from_numpy(row.learned), IGNORED)
     return ids[:, :-1], targets[:, 1:]
 
 

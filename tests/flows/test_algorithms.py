@@ -130,8 +130,8 @@ def test_the_place_in_the_data_is_part_of_what_an_iteration_leaves_to_the_next()
     def digest(**summary: object) -> str:
         return content_digest("filter", 1, (), summary)
 
-    assert digest(next_batch=1, full=1.0) != digest(next_batch=2, full=1.0)
-    assert digest(next_batch=1, prompts_kept=4.0) == digest(next_batch=1, prompts_kept=5.0)
+    assert digest(next_prompt=1, full=1.0) != digest(next_prompt=2, full=1.0)
+    assert digest(next_prompt=1, prompts_kept=4.0) == digest(next_prompt=1, prompts_kept=5.0)
 
 
 def test_infinite_log_probs_of_the_engine_are_dropped_and_counted(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def test_stale_weights_in_the_engine_close_the_parity_gate(tiny: Tiny, monkeypat
 
     # An engine that claims to have loaded what it was given, and kept its old weights.
     monkeypatch.setattr(LocalEngine, "load", lambda self, state: None)
-    monkeypatch.setattr(local.Workers, "_check_loaded", lambda self, weights, policy: None)
+    monkeypatch.setattr(local.Workers, "_check_loaded", lambda self, engine, weights, policy: None)
     fresh_process()
     with pytest.raises(ParityError, match=r"differ by .* on average .*parity.max_mean=1e-05.*engine holds weights"):
         train(tiny("parity.max_mean=1e-5", "trainer.optimizer.lr=0.05"))

@@ -1,12 +1,13 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_lib.data.prompts import build_dataset, encode_prompts, split_of, take_prompts
+from grpo_lib.data.prompts import build_dataset, carry_on, encode_prompts, split_of, take_prompts
 from grpo_lib.data.schemas import DATASET, PROMPTS
 from grpo_lib.errors import DataError, ModelError
 from grpo_lib.models import make_tokenizer
@@ -35,12 +36,12 @@ def toy(train: pa.Table, heldout: pa.Table) -> Problem:
     )
 
 
-def settings_of(limit: int = 8, prompt_format: str = "plain", system: str | None = None) -> Any:
+def settings_of(limit: int = 8, prompt_format: str = "plain", system: str | None = None, long: str = "refuse") -> Any:
     return SimpleNamespace(
         data=None,
         seed=0,
         model=SimpleNamespace(prompt_format=prompt_format, system_prompt=system),
-        rollout=SimpleNamespace(max_prompt_tokens=limit),
+        rollout=SimpleNamespace(max_prompt_tokens=limit, long_prompts=long),
     )
 
 
@@ -64,7 +65,7 @@ def train_table(rows: int) -> pa.Table:
 
 def taken(rows: int, batches: range, count: int, seed: int = 0) -> list[int]:
     table = train_table(rows)
-    parts = [take_prompts(table, batch=k, count=count, seed=seed) for k in batches]
+    parts = [take_prompts(table, first=k * count, count=count, seed=seed) for k in batches]
     return [row for part in parts for row in part.column("dataset_row").to_pylist()]
 
 
@@ -83,7 +84,7 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
 
 
 def test_a_batch_that_crosses_the_end_of_an_epoch_says_so_row_by_row() -> None:
-    batch = take_prompts(train_table(5), batch=1, count=3, seed=0)
+    batch = take_prompts(train_table(5), first=3, count=3, seed=0)
     assert batch.column("epoch").to_pylist() == [0, 0, 1]
     sequence = taken(5, range(4), 3)
     assert batch.column("dataset_row").to_pylist() == sequence[3:6]
@@ -91,21 +92,21 @@ def test_a_batch_that_crosses_the_end_of_an_epoch_says_so_row_by_row() -> None:
 
 
 def test_a_batch_may_be_longer_than_an_epoch() -> None:
-    batch = take_prompts(train_table(2), batch=0, count=5, seed=0)
+    batch = take_prompts(train_table(2), first=0, count=5, seed=0)
     assert batch.column("epoch").to_pylist() == [0, 0, 1, 1, 2]
 
 
 def test_the_prompts_of_a_batch_follow_from_its_number_and_the_seed_alone() -> None:
     table = train_table(30)
-    later = take_prompts(table, batch=4, count=8, seed=3)
+    later = take_prompts(table, first=32, count=8, seed=3)
     for batch in range(4):
-        take_prompts(table, batch=batch, count=8, seed=3)
-    assert take_prompts(table, batch=4, count=8, seed=3).equals(later)
-    assert not take_prompts(table, batch=4, count=8, seed=4).equals(later)
+        take_prompts(table, first=8 * batch, count=8, seed=3)
+    assert take_prompts(table, first=32, count=8, seed=3).equals(later)
+    assert not take_prompts(table, first=32, count=8, seed=4).equals(later)
 
 
 def test_a_batch_holds_the_columns_of_its_dataset_rows() -> None:
-    batch = take_prompts(train_table(9), batch=2, count=4, seed=1)
+    batch = take_prompts(train_table(9), first=8, count=4, seed=1)
     assert batch.schema == PROMPTS
     for row in batch.to_pylist():
         number = row["dataset_row"]
@@ -115,7 +116,7 @@ def test_a_batch_holds_the_columns_of_its_dataset_rows() -> None:
 
 def test_a_dataset_holds_both_splits_tokenised(tokenizer: Any) -> None:
     heldout = problem_table([("h0", "c")], demonstration=["because"])
-    dataset = build_dataset(toy(problem_table([("t0", "ab"), ("t1", "ba?")]), heldout), settings_of(), tokenizer)
+    dataset, _ = build_dataset(toy(problem_table([("t0", "ab"), ("t1", "ba?")]), heldout), settings_of(), tokenizer)
     assert dataset.schema == DATASET
     ids = dict(zip("abc?", tokenizer.convert_tokens_to_ids(list("abc?")), strict=True))
     assert dataset.column("prompt_ids").to_pylist() == [
@@ -139,9 +140,58 @@ def test_a_prompt_that_is_too_long_is_named_with_its_length_and_the_limit(tokeni
     assert "'t1', has 6 tokens" in message
 
 
+@pytest.mark.parametrize(
+    ("long", "expected"),
+    [
+        ("drop", {"t0": "ab", "h0": "a"}),
+        ("truncate_left", {"t0": "ab", "t1": "cdef", "h0": "a"}),
+        ("truncate_right", {"t0": "ab", "t1": "abcd", "h0": "a"}),
+    ],
+)
+def test_long_prompts_are_dropped_or_cut_as_configured_and_counted(
+    tokenizer: Any, long: str, expected: dict[str, str]
+) -> None:
+    problem = toy(problem_table([("t0", "ab"), ("t1", "abcdef")]), problem_table([("h0", "a")]))
+    dataset, counts = build_dataset(problem, settings_of(limit=4, long=long), tokenizer)
+    texts = [tokenizer.decode(ids) for ids in dataset.column("prompt_ids").to_pylist()]
+    assert dict(zip(dataset.column("prompt_id").to_pylist(), texts, strict=True)) == expected
+    assert counts == {"train_long_prompts": 1, "heldout_long_prompts": 0}
+
+
+def test_a_split_of_long_prompts_only_is_not_dropped_silently(tokenizer: Any) -> None:
+    problem = toy(problem_table([("t0", "abcde")]), problem_table([("h0", "a")]))
+    with pytest.raises(DataError, match=r"all 1 prompts of the train split.*max_prompt_tokens=4; raise it"):
+        build_dataset(problem, settings_of(limit=4, long="drop"), tokenizer)
+
+
+def test_bos_is_never_doubled(tokenizer: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.add_special_tokens({"bos_token": "<"})
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="< $A", special_tokens=[("<", bos)])
+    tokenizer.split_special_tokens = False
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    assert encode_prompts(tokenizer, ["ab", "<ab"], "plain", None).to_pylist() == [[bos, a, b], [bos, a, b]]
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert encode_prompts(tokenizer, ["ab"], "chat", None).to_pylist() == [[bos, a, b]]
+
+
+def test_prompts_that_go_on_come_before_fresh_ones() -> None:
+    train = train_table(9)
+    earlier, fresh = (take_prompts(train, first=first, count=4, seed=1) for first in (0, 4))
+    together = carry_on(fresh, earlier, np.array([1, 3]))
+    ids, before, after = (each.column("prompt_id").to_pylist() for each in (together, earlier, fresh))
+    assert ids == [before[1], before[3], after[0], after[1]]
+    assert together.column("carried_from").to_pylist() == [1, 3, None, None]
+    again = carry_on(fresh, together, np.array([0]))
+    assert again.column("carried_from").to_pylist() == [0, None, None, None]
+    assert again.column("prompt_ids").to_pylist()[0] == earlier.column("prompt_ids").to_pylist()[1]
+
+
 def test_a_prompt_of_just_the_limit_is_taken(tokenizer: Any) -> None:
     problem = toy(problem_table([("t0", "abcd")]), problem_table([("h0", "a")]))
-    assert build_dataset(problem, settings_of(limit=4), tokenizer).num_rows == 2
+    assert build_dataset(problem, settings_of(limit=4), tokenizer)[0].num_rows == 2
 
 
 def test_a_prompt_without_tokens_is_named(tokenizer: Any) -> None:
@@ -177,6 +227,6 @@ def test_chat_goes_through_the_template(tokenizer: Any, system: str | None, expe
 def test_prompts_in_chat_format_keep_the_text_of_the_problem(tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATE
     problem = toy(problem_table([("t0", "ab")]), problem_table([("h0", "a")]))
-    dataset = build_dataset(problem, settings_of(limit=20, prompt_format="chat"), tokenizer)
+    dataset, _ = build_dataset(problem, settings_of(limit=20, prompt_format="chat"), tokenizer)
     assert dataset.column("prompt").to_pylist() == ["ab", "a"]
     assert [tokenizer.decode(ids) for ids in dataset.column("prompt_ids").to_pylist()] == ["<user>ab<a>", "<user>a<a>"]

@@ -10,6 +10,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MambaConfig,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -38,7 +39,20 @@ SMALL = {
 }
 CONFIGS = {
     "qwen3": Qwen3Config(**SMALL, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen2 with biases": Qwen2Config(**SMALL, num_key_value_heads=2),
     "llama": LlamaConfig(**SMALL, num_key_value_heads=4),
+    "llama with a stretched rotation and biases": LlamaConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    ),
     "gemma": GemmaConfig(**SMALL, num_key_value_heads=1),
     "gemma3 with a window of 4": Gemma3TextConfig(
         **SMALL, num_key_value_heads=1, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
@@ -70,7 +84,14 @@ def one_thread():
 
 def make_model(name="qwen3", seed=0):
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa").eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias") or "norm" in parameter_name:  # they start as zeros and ones
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.2)
+    return model
+
+
+FAST = [name for name in CONFIGS if name.startswith(("qwen", "llama"))]
 
 
 def make_engine(name="qwen3", seed=0, **options):
@@ -227,6 +248,63 @@ def test_weights_of_another_model_are_refused_and_leave_the_engine_as_it_was():
     with pytest.raises(ModelError, match="unknown: transformer"):
         engine.load(make_model("gpt2").state_dict())
     assert engine.digest() == digest == weights_digest(engine._model.state_dict())
+
+
+def test_weights_without_the_head_are_refused_where_it_is_not_tied():
+    state = {name: tensor for name, tensor in make_model("llama").state_dict().items() if name != "lm_head.weight"}
+    with pytest.raises(ModelError, match=r"missing: lm_head\.weight"):
+        make_engine("llama").load(state)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_of_the_llama_family_are_decoded_directly(name):
+    assert (make_engine(name)._fast is not None) == (name in FAST)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_fast_decoder_follows_weights_that_are_loaded(name):
+    engine, other = make_engine(name), make_model(name, seed=1)
+    engine.load(other.state_dict())
+    made = generate(engine)
+    expected = [plain_logprobs(other, PROMPTS[row // 3], ids, 0.7) for row, ids in enumerate(rows_of(made))]
+    torch.testing.assert_close(made.logprobs, torch.cat(expected), atol=1e-5, rtol=0)
+
+
+def test_reduced_precision_is_decoded_directly_too():
+    model = make_model().to(torch.bfloat16)
+    made = generate(LocalEngine(model, eos_token_ids=[EOS]))
+    expected = [plain_logprobs(model, PROMPTS[row // 3], ids, 0.7) for row, ids in enumerate(rows_of(made))]
+    assert float((made.logprobs - torch.cat(expected).float()).abs().mean()) < 0.03
+
+
+def test_a_model_that_the_fast_decoder_does_not_compute_is_left_to_transformers_and_said(caplog):
+    model = make_model("llama")
+    norm = model.model.layers[1].input_layernorm
+    norm.register_forward_hook(lambda module, inputs, output: 1.1 * output)
+    made = generate(LocalEngine(model, eos_token_ids=[EOS]))
+    assert "LlamaForCausalLM is decoded by Transformers" in caplog.text
+    expected = [plain_logprobs(model, PROMPTS[row // 3], ids, 0.7) for row, ids in enumerate(rows_of(made))]
+    torch.testing.assert_close(made.logprobs, torch.cat(expected), atol=1e-5, rtol=0)
+
+
+def test_a_stop_string_that_ends_with_a_space_is_found_where_a_text_may_not_begin_with_one():
+    """As in tokenizers of SentencePiece: the first token of a text loses its leading space."""
+
+    class Stripping:
+        def __len__(self):
+            return VOCABULARY
+
+        def decode(self, ids, **options):
+            return "".join(" " if token % 2 else "x" for token in ids).removeprefix(" ")
+
+        def batch_decode(self, rows):
+            return [self.decode(row) for row in rows]
+
+    sampling = Sampling(temperature=1.0, max_new_tokens=12, stop=("x ",))
+    free = rows_of(generate(make_engine(), sampling=SAMPLING_AT_1))
+    engine = LocalEngine(make_model(), eos_token_ids=[EOS], tokenizer=Stripping())
+    ends = [next((at + 2 for at in range(len(ids) - 1) if ids[at] % 2 < ids[at + 1] % 2), None) for ids in free]
+    assert rows_of(generate(engine, sampling=sampling)) == [ids[:end] for ids, end in zip(free, ends, strict=True)]
 
 
 def test_a_recurrent_model_is_refused():

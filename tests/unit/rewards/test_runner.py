@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -113,6 +114,17 @@ def test_failures_up_to_the_bound_pass_and_above_it_stop_the_run() -> None:
     with pytest.raises(RewardError, match=r"1 of 4 rewards failed \(25.0%\), reward.max_failed=0.2 allows 20.0%"):
         check_failures(scores, 0.2)
     check_failures(scored(), 0.0)
+
+
+def test_a_rollout_that_failed_is_not_judged_and_not_counted_against_the_reward_function() -> None:
+    failed = [replace(sample, failure="calculator: division by zero") for sample in samples("a", "b")]
+    scores = score([*failed, *samples("c", "d")], lambda sample: None if sample.response == "d" else 1.0)
+    assert scores.values == [None, None, 1.0, None]
+    assert scores.reasons[:2] == ["calculator: division by zero"] * 2
+    assert scores.judged == [False, False, True, True]
+    check_failures(scores, 0.5)
+    with pytest.raises(RewardError, match=r"1 of 2 rewards failed .* 1 x TypeError.* \(first: sample 3\)"):
+        check_failures(scores, 0.4)
 
 
 def test_the_commonest_reasons_are_named_with_their_count_and_a_sample() -> None:

@@ -60,6 +60,22 @@ def test_the_first_loss_is_the_mean_over_response_and_eos_tokens():
     assert result.tokens == 8
 
 
+def test_what_stands_between_the_tags_of_observations_is_read_and_not_learned():
+    tokenizer = make_tokenizer(("<r>", "</r>"), "0123456789")
+    prompts, responses = ["12", "7"], ["3<r>45</r>6<r></r>", "1"]
+    model = make_small_model(TINY, len(tokenizer), eos_id=1, pad_id=0, max_positions=32, seed=0)
+    config = WarmStartConfig(steps=1, batch_size=2, warmup_steps=0)
+    result = warm_start(model, tokenizer, prompts, responses, config, 0, observed=("<r>", "</r>"))
+    model, total = make_small_model(TINY, len(tokenizer), eos_id=1, pad_id=0, max_positions=32, seed=0), 0.0
+    for prompt, response, learned in (("12", responses[0], [2, 7, 10]), ("7", "1", [1, 2])):
+        ids = torch.tensor([*tokenizer(prompt + response)["input_ids"], 1])
+        with torch.no_grad():
+            logprobs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        total -= sum(float(logprobs[place - 1, ids[place]]) for place in learned)
+    assert result.losses[0] == pytest.approx(total / 5, rel=1e-5)
+    assert result.tokens == 5
+
+
 def test_a_batch_is_divided_by_the_mean_of_the_pool():
     """Batches of one: a demonstration of 3 answer tokens and one of 5, both divided by 4."""
     prompts, responses = ["12", "7"], ["<a>3", "<a>456"]
