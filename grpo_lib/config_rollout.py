@@ -139,6 +139,10 @@ class RolloutConfig(Section):
         if (self.engine == "server") != (self.server is not None):
             have = "is not set" if self.server is None else "is set"
             raise ValueError(f"engine={self.engine}, but server {have}; set engine=server and server.urls, or neither")
+        if self.engine != "local" and self.temperature > 2:
+            raise ValueError(
+                f"temperature={self.temperature:g}: vLLM and SGLang take at most 2; lower it, or engine=local"
+            )
         if self.vllm.data_parallel > 1 and not self.vllm.own_process:
             raise ValueError(
                 f"vllm.data_parallel={self.vllm.data_parallel} needs a process for each engine; set own_process=true"

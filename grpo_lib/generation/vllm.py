@@ -186,14 +186,15 @@ class VllmEngine:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes weights in place; what vLLM kept of prompts under the old ones is forgotten."""
+        if self._adapter is None:
+            check_weights(self._shapes, state)
         self.wake()
         self._digest = None
-        if self._adapter is not None:
+        if self._adapter is None:
+            self._digest = self._load_weights(state)
+        else:
             self._load_adapter(state, self._adapter)
             self._digest = weights_digest(state, self._dtype)
-        else:
-            check_weights(self._shapes, state)
-            self._digest = self._load_weights(state)
         self._llm.llm_engine.reset_prefix_cache()
 
     def _load_weights(self, state: Mapping[str, Tensor]) -> str:

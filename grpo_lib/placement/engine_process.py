@@ -18,9 +18,11 @@ from torch import Tensor
 
 from grpo_lib.data.ragged import Ragged
 from grpo_lib.generation.base import Budget, Generated, Progress, Request, Sampling
-from grpo_lib.generation.vllm import AdapterOptions, VllmEngine, VllmOptions, check_installed
+from grpo_lib.generation.vllm import AdapterOptions, VllmEngine, VllmOptions, check_head_size, check_installed, head_size
+from grpo_lib.generation.weights import check_weights
 from grpo_lib.placement.rank_main import report
 from grpo_lib.placement.ranks import RankGroup
+from grpo_lib.training.export import describe
 from grpo_lib.training.tensors import load_tensors, save_tensors
 
 STEM = "tensors"
@@ -59,6 +61,9 @@ class EngineProcess:
         adapter: AdapterOptions | None = None,
     ) -> None:
         check_installed()
+        if device == "cpu":
+            check_head_size(head_size(folder), "choose another model")
+        self._shapes = describe(folder).shapes() if adapter is None else None
         self._scratch = Path(tempfile.mkdtemp(prefix="grpo-engine-"))
         self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         setup: dict[str, JsonValue] = {
@@ -112,6 +117,8 @@ class EngineProcess:
         return Generated(responses=responses, logprobs=found["logprobs"], finish=found["finish"])
 
     def load(self, state: Mapping[str, Tensor]) -> None:
+        if self._shapes is not None:  # what the process refuses ends it
+            check_weights(self._shapes, state)
         with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
             save_tensors(state, Path(folder), STEM)
             self._group.call("load", folder=folder)

@@ -12,17 +12,12 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 from algorithms import algorithms
+from generation import generation
 from head import head
 from trainer import trainer
 
-from grpo_lib.config import CountdownData, SmallModelConfig, StoreConfig
+from grpo_lib.config import StoreConfig
 from grpo_lib.config_files import make_config
-from grpo_lib.data.ragged import Ragged
-from grpo_lib.generation.base import Request, Sampling
-from grpo_lib.generation.local import LocalEngine
-from grpo_lib.models import make_small_model, make_tokenizer
-from grpo_lib.problems import get_problem
-from grpo_lib.seeds import row_seeds
 from grpo_lib.storage.objects import open_store
 from grpo_lib.storage.stages import StageSpec, StageStore, stage_key
 
@@ -40,38 +35,6 @@ def interleaved(first: Callable[[], object], second: Callable[[], object], round
     first(), second()
     pairs = [(seconds(first), seconds(second)) for _ in range(rounds)]
     return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
-
-
-def generation() -> None:
-    """64 prompts x 8 x 64 tokens on the demo's model: the local engine against `model.generate`."""
-    problem = get_problem("countdown")
-    tokenizer = make_tokenizer(problem.tags, problem.alphabet)
-    sizes = {"vocab_size": len(tokenizer), "eos_id": tokenizer.eos_token_id, "pad_id": tokenizer.pad_token_id}
-    model = make_small_model(SmallModelConfig(), **sizes, max_positions=4096, seed=0)
-    twin = make_small_model(SmallModelConfig(), **sizes, max_positions=4096, seed=0)
-    texts = problem.load(CountdownData(), "heldout", 0).column("prompt").to_pylist()[:64]
-    encoded = [tokenizer(text)["input_ids"] for text in texts]
-    offsets = torch.tensor([0, *torch.tensor([len(each) for each in encoded]).cumsum(0).tolist()])
-    ids = torch.tensor([token for each in encoded for token in each])
-    never = [len(tokenizer) + 1]  # no row ends early: both make the same number of tokens
-    engine = LocalEngine(model, eos_token_ids=never)
-    seeds = torch.from_numpy(row_seeds(0, 0, 64 * 8))
-    padded = tokenizer(texts, return_tensors="pt", padding=True)
-
-    def ours() -> None:
-        sampling = Sampling(temperature=1.0, max_new_tokens=64)
-        engine.generate(Request(prompts=Ragged(values=ids, offsets=offsets), seeds=seeds, n=8, sampling=sampling))
-
-    def theirs() -> None:
-        with torch.inference_mode():
-            twin.generate(
-                **padded, do_sample=True, top_k=0, num_return_sequences=8, min_new_tokens=64, max_new_tokens=64
-            )
-
-    a, b = interleaved(ours, theirs)
-    tokens = 64 * 8 * 64
-    print(f"generation, {sum(p.numel() for p in model.parameters()):,} parameters, 512 rows x 64 tokens:")
-    print(f"  local engine {tokens / a:,.0f} tokens/s, model.generate {tokens / b:,.0f} tokens/s: {b / a:.2f}x")
 
 
 def commits() -> None:

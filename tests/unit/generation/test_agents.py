@@ -559,6 +559,14 @@ def test_an_observation_that_leaves_nothing_and_a_turn_too_many_are_refused() ->
         play(["x", "x"], loop=use(many), limit=1)
 
 
+def test_a_rollout_takes_one_turn_after_the_other() -> None:
+    async def both(episode, model, toolbox):  # type: ignore[no-untyped-def]
+        await asyncio.gather(model.turn(episode), model.turn(episode))
+
+    with pytest.raises(ValueError, match="one turn after the other"):
+        play({0: ["x", "x"], 1: ["x"]}, loop=use(both))
+
+
 # The local engine
 
 LETTERS = "0123456789+- abcdefghijklmnopqrstuvwxyz:"
