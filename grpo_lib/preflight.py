@@ -78,6 +78,33 @@ def check_packages(config: RunConfig) -> None:
             )
 
 
+def check_agent(config: RunConfig) -> None:
+    """Tools and loop are registered, by plugins too, and the policy can write the tools' tags.
+
+    Raises:
+        ConfigError: naming what is known.
+    """
+    settings = config.rollout.agent
+    if settings is None:
+        return
+    from grpo_lib.generation.agents import LOOPS
+    from grpo_lib.generation.tools import make_tools
+    from grpo_lib.plugins import load_plugins
+
+    load_plugins(config.algorithm.plugins)
+    tools = make_tools(settings.tools)
+    LOOPS[settings.loop].bind(settings.loop_options, "rollout.agent.loop_options")
+    problem = get_problem(config.data.problem)
+    if config.model.path is not None or problem.alphabet is None:
+        return
+    for tag in (tag for tool in tools for tag in (tool.opening, tool.closing)):
+        if tag not in problem.tags and set(tag) - set(problem.alphabet):
+            raise ConfigError(
+                f"rollout.agent: the small model of data.problem={problem.name} has no token for {tag!r}, so it could "
+                "never call the tool; take data.problem=countdown_calculator, or a pretrained model"
+            )
+
+
 def check_devices(config: RunConfig) -> None:
     """Each rank on GPUs has one of its own, and so has each engine."""
     import torch
