@@ -129,7 +129,7 @@ class RankGroup:
         json.dumps(arguments)  # a TypeError of the caller's is no reason to end the group
         with self._lock:
             if not self._end.alive:
-                raise RankLostError(f"{command!r} found no {self._name}: it was closed or failed before; {self._next}")
+                raise RankLostError(f"{command!r} found no process of {self._name}: it was closed or failed before; {self._next}")
             try:
                 began = time.monotonic()
                 self._send(command, arguments)
@@ -213,13 +213,13 @@ class RankGroup:
                     elif rank == 0:
                         result = message["result"]
         if failures:
-            raise self._failed(failures, command)
+            raise _failed(failures, command, self._name, self._ended)
         if waiting:
             raise self._silent(waiting, seconds, command, began)
         return result
 
     def _died(self, dead: list[int], failures: list[dict[str, Any]], command: str, began: float) -> RankLostError:
-        also = "".join(f"; {self._one_line(each)}" for each in failures)
+        also = "".join(f"; {_one_line(each, self._name)}" for each in failures)
         reason = "(the system kills with SIGKILL when memory runs out)"
         return self._lost(f"{self._with_pids(dead)} was killed or ended by itself {reason}{also},", command, began)
 
@@ -239,18 +239,20 @@ class RankGroup:
     def _with_pids(self, ranks: Iterable[int]) -> str:
         return self._names(f"{rank} (pid {self._processes.members[rank].pid})" for rank in sorted(ranks))
 
-    def _failed(self, failures: list[dict[str, Any]], command: str) -> GrpoError:
-        """The error to raise for what ranks raised: the first by time, with a line about each other."""
-        first, *others = sorted(failures, key=lambda each: each["at"])
-        kind = vars(errors).get(first["error"] or "")
-        alike = all(each["error"] == first["error"] for each in others)
-        if alike and isinstance(kind, type) and issubclass(kind, GrpoError):
-            return kind(first["message"])
-        also = "".join(f"; {self._one_line(each)}" for each in others)
-        return RankError(f"{self._one_line(first)} in {command!r}{also}; {self._ended}.\n{first['traceback']}")
-
-    def _one_line(self, failure: dict[str, Any]) -> str:
-        return f"{self._names([failure['rank']])} raised {failure['summary']}".splitlines()[0]
-
     def _names(self, ranks: Iterable[object]) -> str:
         return ", ".join(f"{self._name} {rank}" for rank in ranks)
+
+
+def _failed(failures: list[dict[str, Any]], command: str, name: str, ended: str) -> GrpoError:
+    """The error to raise for what ranks raised: the first by time, with a line about each other."""
+    first, *others = sorted(failures, key=lambda each: each["at"])
+    kind = vars(errors).get(first["error"] or "")
+    alike = all(each["error"] == first["error"] for each in others)
+    if alike and isinstance(kind, type) and issubclass(kind, GrpoError):
+        return kind(first["message"])
+    also = "".join(f"; {_one_line(each, name)}" for each in others)
+    return RankError(f"{_one_line(first, name)} in {command!r}{also}; {ended}.\n{first['traceback']}")
+
+
+def _one_line(failure: dict[str, Any], name: str) -> str:
+    return f"{name} {failure['rank']} raised {failure['summary']}".splitlines()[0]

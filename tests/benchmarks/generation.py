@@ -80,7 +80,9 @@ def timed(call: Callable[[], int]) -> Turn:
 def local(work: Work) -> Turn:
     engine = LocalEngine(work.make_model(), eos_token_ids=work.eos)
     lengths = torch.tensor([len(ids) for ids in work.prompt_ids])
-    prompts = Ragged(values=torch.tensor(sum(work.prompt_ids, [])), offsets=lengths_to_offsets(lengths))
+    prompts = Ragged(
+        values=torch.tensor([token for ids in work.prompt_ids for token in ids]), offsets=lengths_to_offsets(lengths)
+    )
     request = Request(
         prompts=prompts,
         seeds=torch.from_numpy(row_seeds(0, 0, work.prompts * SAMPLES)),

@@ -71,3 +71,17 @@ def raising(setup: Mapping[str, Any], world: World) -> None:
 
 def refusing(setup: Mapping[str, Any], world: World) -> None:
     raise ConfigError("trainer.max_tokens=0 must be at least 1")
+
+
+class Alone:
+    """A process that is no rank of a group."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self._setup = setup
+
+    def seen(self) -> dict[str, Any]:
+        names = ("GRPO_TESTS_ALONE", "RANK", "OMP_NUM_THREADS")
+        return {"setup": self._setup} | {name: os.environ.get(name) for name in names}
+
+    def refuse(self) -> None:
+        raise ConfigError("no such weights")

@@ -383,14 +383,14 @@ def failure(rank: int, at: float, error: str | None = None) -> dict[str, Any]:
 
 
 def test_of_different_errors_the_first_by_time_is_shown_and_the_others_mentioned() -> None:
-    error = ranks._failed([failure(0, 2.0, "NonFiniteError"), failure(1, 1.0), failure(2, 3.0)], "update")
+    error = ranks._failed([failure(0, 2.0, "NonFiniteError"), failure(1, 1.0), failure(2, 3.0)], "update", "rank", "all were killed")
     assert type(error) is RankError
     assert str(error).startswith("rank 1 raised E: 1 in 'update'; rank 0 raised E: 0; rank 2 raised E: 2; all ranks")
 
 
 @pytest.mark.parametrize("name", ["GrpoErrors", "__builtins__", "__doc__", "os.system"])
 def test_only_errors_of_ours_are_looked_up_by_name(name: str) -> None:
-    assert type(ranks._failed([failure(0, 1.0, name)], "update")) is RankError
+    assert type(ranks._failed([failure(0, 1.0, name)], "update", "rank", "all were killed")) is RankError
 
 
 def test_a_subclass_defined_elsewhere_travels_as_the_class_of_ours() -> None:
@@ -441,3 +441,26 @@ def test_collectives_of_a_world_of_one_change_nothing() -> None:
     assert (world.rank, world.size) == (0, 1)
     world.barrier()
     assert [each(torch.tensor([2.0])).item() for each in (world.sum_, world.max_)] == [2.0, 2.0]
+
+
+def test_a_process_alone_belongs_to_no_group_and_goes_like_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")  # of this process, if a launcher had started it
+    alone = {
+        "ranks": 1, "handler": "rank_handlers:Alone", "setup": {"a": 1}, "alone": {"GRPO_TESTS_ALONE": "yes"},
+        "name": "the helper",
+    }  # fmt: skip
+    group = make(**alone)
+    assert group.call("seen") == {"setup": {"a": 1}, "GRPO_TESTS_ALONE": "yes", "RANK": None, "OMP_NUM_THREADS": "1"}
+    assert os.environ.get("GRPO_TESTS_ALONE") is None
+    with pytest.raises(ConfigError, match="^no such weights$"):
+        group.call("refuse")
+    with pytest.raises(RankLostError, match="found no process of the helper: .* the next attempt starts another"):
+        group.call("seen")
+    assert left_of(processes(group), 10) == []
+    second = make(**alone)
+    os.kill(second.pids[0], signal.SIGKILL)
+    with pytest.raises(RankLostError, match=r"the helper 0 \(pid \d+\) was killed(.|\n)*starts another"):
+        second.call("seen")
+    third = make(**alone)
+    third.close()
+    assert left_of(processes(third), 10) == []
