@@ -18,7 +18,14 @@ from torch import Tensor
 
 from grpo_lib.data.ragged import Ragged
 from grpo_lib.generation.base import Budget, Generated, Progress, Request, Sampling
-from grpo_lib.generation.vllm import AdapterOptions, VllmEngine, VllmOptions, check_head_size, check_installed, head_size
+from grpo_lib.generation.vllm import (
+    AdapterOptions,
+    VllmEngine,
+    VllmOptions,
+    check_head_size,
+    check_installed,
+    head_size,
+)
 from grpo_lib.generation.weights import check_weights
 from grpo_lib.placement.rank_main import report
 from grpo_lib.placement.ranks import RankGroup

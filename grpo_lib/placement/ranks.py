@@ -129,7 +129,8 @@ class RankGroup:
         json.dumps(arguments)  # a TypeError of the caller's is no reason to end the group
         with self._lock:
             if not self._end.alive:
-                raise RankLostError(f"{command!r} found no process of {self._name}: it was closed or failed before; {self._next}")
+                what = f"no process of {self._name}: it was closed or failed before"
+                raise RankLostError(f"{command!r} found {what}; {self._next}")
             try:
                 began = time.monotonic()
                 self._send(command, arguments)

@@ -383,9 +383,10 @@ def failure(rank: int, at: float, error: str | None = None) -> dict[str, Any]:
 
 
 def test_of_different_errors_the_first_by_time_is_shown_and_the_others_mentioned() -> None:
-    error = ranks._failed([failure(0, 2.0, "NonFiniteError"), failure(1, 1.0), failure(2, 3.0)], "update", "rank", "all were killed")
+    failures = [failure(0, 2.0, "NonFiniteError"), failure(1, 1.0), failure(2, 3.0)]
+    error = ranks._failed(failures, "update", "rank", "all were killed")
     assert type(error) is RankError
-    assert str(error).startswith("rank 1 raised E: 1 in 'update'; rank 0 raised E: 0; rank 2 raised E: 2; all ranks")
+    assert str(error).startswith("rank 1 raised E: 1 in 'update'; rank 0 raised E: 0; rank 2 raised E: 2; all were")
 
 
 @pytest.mark.parametrize("name", ["GrpoErrors", "__builtins__", "__doc__", "os.system"])
@@ -452,9 +453,9 @@ def test_a_process_alone_belongs_to_no_group_and_goes_like_one(make: Make, monke
     group = make(**alone)
     assert group.call("seen") == {"setup": {"a": 1}, "GRPO_TESTS_ALONE": "yes", "RANK": None, "OMP_NUM_THREADS": "1"}
     assert os.environ.get("GRPO_TESTS_ALONE") is None
-    with pytest.raises(ConfigError, match="^no such weights$"):
+    with pytest.raises(ConfigError, match=r"^no such weights$"):
         group.call("refuse")
-    with pytest.raises(RankLostError, match="found no process of the helper: .* the next attempt starts another"):
+    with pytest.raises(RankLostError, match=r"found no process of the helper: .* the next attempt starts another"):
         group.call("seen")
     assert left_of(processes(group), 10) == []
     second = make(**alone)
