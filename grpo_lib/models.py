@@ -3,6 +3,7 @@
 Pretrained weights are read from safetensors only, and code that comes with a model is never run.
 """
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from grpo_lib.config import SmallModelConfig
 
 hf_logging.disable_progress_bar()  # progress is shown by stage
+if not torch.cuda.is_available():
+    # Saving a model imports DeepSpeed where it is installed, which looks for devices and says so on stdout.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 PAD, EOS = "<pad>", "<eos>"
 Loaded = TypeVar("Loaded")
 _LOADING = threading.Lock()

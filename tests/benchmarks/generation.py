@@ -1,8 +1,8 @@
 """Engines side by side: `python tests/benchmarks/generation.py [demo] [36M] [endings]`. One thread, float32.
 
 ``demo``: the demo's model, 64 prompts x 8 x 64 tokens. ``36M``: a model of 36 million parameters, 16 prompts x 8 x 64.
-In both no row ends early, so that all make the same number of tokens. ``endings``: the demo's model, where a row ends
-after 32 tokens on average and at most 192; only tokens up to a row's end count. The engines take turns, after one turn
+In both no row ends early, so that all make the same number of tokens. ``endings``: the demo's model where rows end by
+themselves too, so that they have 22 tokens on average; only tokens up to a row's end count. The engines take turns, after one turn
 that does not count. Seconds are those of the processor, so that others on the machine disturb little; of each engine
 the median is printed, and of ratios to `model.generate` of the same turn.
 """
@@ -126,7 +126,7 @@ ENGINES: dict[str, Callable[[Work], Turn]] = {"local": local, "transformers": tr
 WORKS = {
     "demo": Work(shape=SmallModelConfig(), prompts=64, longest=64),
     "36M": Work(shape=THE_36M, vocabulary=8_000, prompts=16, longest=64),
-    "endings": Work(shape=SmallModelConfig(), prompts=64, longest=192, end_every=32),
+    "endings": Work(shape=SmallModelConfig(), prompts=64, longest=64, end_every=32),
 }
 
 
