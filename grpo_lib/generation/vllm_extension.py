@@ -4,6 +4,7 @@ vLLM mixes `PolicyExtension` into its worker class (`worker_extension_cls`), in 
 """
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +37,11 @@ class PolicyExtension:
         self._policy_digest: str | None = None  # unknown until all is through
         tied = HEAD in state and is_tied(state)
         weights = [(name, value) for name, value in state.items() if not (tied and name == HEAD)]
-        self.reload_weights(weights_iterator=iter(weights))  # type: ignore[attr-defined]
-        self._repack_embeddings()
-        self._policy_digest = weights_digest(state, self.model_config.dtype)
+        with ThreadPoolExecutor(1) as pool:  # hashing leaves the interpreter to others
+            digest = pool.submit(weights_digest, state, self.model_config.dtype)
+            self.reload_weights(weights_iterator=iter(weights))  # type: ignore[attr-defined]
+            self._repack_embeddings()
+        self._policy_digest = digest.result()
         return self._policy_digest
 
     def policy_digest(self) -> str | None:

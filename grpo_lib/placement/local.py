@@ -182,7 +182,11 @@ class Workers:
             self._held = None
 
     def _check_loaded(self, engine: Engine, weights: Mapping[str, Tensor], policy: ArtifactRef) -> None:
-        expected = weights_digest(weights, DTYPES[self._run.config.model.dtype])
+        config = self._run.config
+        if config.model.dtype == "float32" and not config.rollout.vllm.adapters:
+            expected = str(self._run.stages.manifest(policy).summary["policy_digest"])
+        else:
+            expected = weights_digest(weights, DTYPES[config.model.dtype])
         found = engine.digest()
         if found != expected:
             raise ParityError(
