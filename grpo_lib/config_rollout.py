@@ -139,6 +139,10 @@ class RolloutConfig(Section):
         if (self.engine == "server") != (self.server is not None):
             have = "is not set" if self.server is None else "is set"
             raise ValueError(f"engine={self.engine}, but server {have}; set engine=server and server.urls, or neither")
+        if self.engine == "server" and len(self.stop) > 4:
+            raise ValueError(
+                f"stop names {len(self.stop)} texts; servers take at most 4: leave some out, or engine=vllm"
+            )
         if self.engine != "local" and self.temperature > 2:
             raise ValueError(
                 f"temperature={self.temperature:g}: vLLM and SGLang take at most 2; lower it, or engine=local"

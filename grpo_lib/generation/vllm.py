@@ -66,6 +66,8 @@ class AdapterOptions:
 class VllmEngine:
     """An `Engine` on vLLM. A process can have one at a time.
 
+    On a CPU the generators of vLLM read 32 bits of a seed.
+
     Args:
         folder: model and tokenizer.
         eos_token_ids: tokens that end a response.

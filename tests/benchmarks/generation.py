@@ -2,9 +2,9 @@
 
 ``demo``: the demo's model, 64 prompts x 8 x 64 tokens. ``36M``: a model of 36 million parameters, 16 prompts x 8 x 64.
 In both no row ends early, so that all make the same number of tokens. ``endings``: the demo's model where rows end by
-themselves too, so that they have 22 tokens on average; only tokens up to a row's end count. The engines take turns, after one turn
-that does not count. Seconds are those of the processor, so that others on the machine disturb little; of each engine
-the median is printed, and of ratios to `model.generate` of the same turn.
+themselves too, so that they have 22 tokens on average; only tokens up to a row's end count. The engines take turns,
+after one turn that does not count. Seconds are those of the processor, so that others on the machine disturb little; of
+each engine the median is printed, and of ratios to `model.generate` of the same turn.
 """
 
 import statistics

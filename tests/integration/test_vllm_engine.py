@@ -66,6 +66,8 @@ def adapter_engine(model_folder: str) -> Iterator[EngineProcess]:
 
 
 class TestVllm(EngineContract):
+    repeat_tolerance = 1e-5
+
     @pytest.fixture(scope="class")
     def started(self, process: EngineProcess) -> EngineProcess:
         return process

@@ -28,6 +28,7 @@ REFUSED = {
         (*SERVER, "rollout.server.kind=sglang", "rollout.top_k=5", TOKEN_IS),
         "SGLang reports log-probs of the distribution before",
     ),
+    "more stop strings than servers take": ((*SERVER, "rollout.stop=[a,b,c,d,e]"), "stop names 5 texts; servers take"),
     "a temperature above vLLM's": (("rollout.engine=vllm", "rollout.temperature=3"), "temperature=3: vLLM and SGLang"),
     "adapters without LoRA": (("rollout.engine=vllm", "rollout.vllm.adapters=true"), "needs.*trainer.lora"),
     "engines in one process": (

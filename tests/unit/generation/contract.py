@@ -130,6 +130,12 @@ class EngineContract:
 
     tolerance = 1e-4
     """Of log-probs, in float32."""
+    repeat_tolerance = 0.0
+    """Of log-probs of the same request again; a prefix cache changes the order of sums."""
+    no_bound: Budget | None = None
+    """A budget that bounds nothing: for engines that make other rows of the same seeds where there is one."""
+    draws = 2048
+    """Rows of which frequencies are counted."""
 
     @pytest.fixture(scope="class")
     def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -189,7 +195,7 @@ class EngineContract:
     def test_a_stop_string_ends_a_row_with_the_token_that_completes_it(self, engine: Engine, length: int) -> None:
         """The strings are of one, two, three tokens: what some rows, free to go on, have in their middle."""
         free = rows_of(engine.generate(request(n=8)))
-        stops = tuple(TOKENIZER.decode(ids[8 : 8 + length]) for ids in free[::7] if len(ids) > 12)
+        stops = tuple(TOKENIZER.decode(ids[8 : 8 + length]) for ids in free[::7] if len(ids) > 12)[:4]
         made = engine.generate(request(n=8, sampling=Sampling(temperature=1.0, max_new_tokens=24, stop=stops)))
         self.check_stopped(made, free, stops)
 
@@ -227,8 +233,9 @@ class EngineContract:
 
     def test_equal_seeds_give_equal_rows_and_others_give_others(self, engine: Engine) -> None:
         first = engine.generate(request())
-        again, other = engine.generate(request()), engine.generate(request(seeds=torch.arange(15) + 2**40))
-        assert rows_of(again) == rows_of(first) and torch.equal(again.logprobs, first.logprobs)
+        again, other = engine.generate(request()), engine.generate(request(seeds=torch.arange(15) + 977))
+        assert rows_of(again) == rows_of(first)
+        self.check_repeated(again, first)
         assert all(a != b for a, b in zip(rows_of(first), rows_of(other), strict=True) if len(a) > 6)
 
     def test_rows_of_one_prompt_and_rows_with_adjacent_seeds_differ(self, engine: Engine) -> None:
@@ -270,7 +277,7 @@ class EngineContract:
     def test_a_budget_of_tokens_gives_rows_back_as_they_are(self, engine: Engine, share: float) -> None:
         """Engines look at it every few tokens of a row: at most 16."""
         sampling = Sampling(temperature=1.0, max_new_tokens=64)
-        free = engine.generate(request(n=4, sampling=sampling))
+        free = engine.generate(request(n=4, sampling=sampling, budget=self.no_bound))
         budget = Budget(tokens=int(share * len(free.responses.values)))
         made = engine.generate(request(n=4, sampling=sampling, budget=budget))
         self.check_unfinished(made, free)
@@ -279,13 +286,16 @@ class EngineContract:
 
     def test_a_budget_of_seconds_gives_rows_back_as_they_are(self, engine: Engine) -> None:
         sampling = Sampling(temperature=1.0, max_new_tokens=64)
-        free = engine.generate(request(n=4, sampling=sampling))
+        free = engine.generate(request(n=4, sampling=sampling, budget=self.no_bound))
         self.check_unfinished(engine.generate(request(n=4, sampling=sampling, budget=Budget(seconds=1e-6))), free)
 
     def test_a_budget_that_is_not_used_up_changes_nothing(self, engine: Engine) -> None:
-        free = engine.generate(request())
+        free = engine.generate(request(budget=self.no_bound))
         made = engine.generate(request(budget=Budget(seconds=1000.0, tokens=10**6)))
         assert rows_of(made) == rows_of(free) and torch.equal(made.finish, free.finish)
+
+    def check_repeated(self, again: Generated, first: Generated) -> None:
+        torch.testing.assert_close(again.logprobs, first.logprobs, atol=self.repeat_tolerance, rtol=0)
 
     @staticmethod
     def check_unfinished(made: Generated, free: Generated) -> None:
@@ -321,7 +331,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("name", ["plain", "top_p", "all"])
     def test_tokens_are_drawn_as_often_as_they_are_likely(self, engine: Engine, name: str) -> None:
-        rows, sampling = 2048, SETTINGS[name]
+        rows, sampling = self.draws, SETTINGS[name]
         short = Sampling(**{**vars(sampling), "max_new_tokens": 2})
         prompt = [5, 6]
         made = rows_of(engine.generate(request([prompt], n=rows, sampling=short)))
@@ -385,7 +395,8 @@ class EngineContract:
         engine.sleep()
         engine.wake()
         again = engine.generate(request())
-        assert rows_of(again) == rows_of(made) and torch.equal(again.logprobs, made.logprobs)
+        assert rows_of(again) == rows_of(made)
+        self.check_repeated(again, made)
         engine.load(make_model(1).state_dict())
         assert rows_of(engine.generate(request())) != rows_of(made)
 

@@ -88,7 +88,7 @@ def test_what_was_cut_goes_on_under_the_next_policy_token_by_token(tokenizer: An
                 assert new[name][mine][:begun] == old[name][theirs], name
             if reasons[theirs] != "unfinished":
                 assert len(new["response_ids"][mine]) == begun
-    for row, (ids, versions, logprobs) in enumerate(zip(*(new[name] for name in names[:1] + names[2:] + names[1:2]))):
+    for row, (ids, logprobs, versions) in enumerate(zip(*(new[name] for name in names), strict=True)):
         assert 0 < len(ids) <= LONGEST and versions == sorted(versions)
         expected = [plain(make_model(version), prompts[row // SAMPLES], ids) for version in (0, 1)]
         picked = [expected[version][place] for place, version in enumerate(versions)]
