@@ -26,6 +26,7 @@ from grpo_lib.generation.cache import GROUPED_SDPA, RoomyCache, as_additive, use
 from grpo_lib.generation.fast_decoder import fast_decoder
 from grpo_lib.generation.sampling import choose
 from grpo_lib.generation.stops import Stops
+from grpo_lib.generation.weights import check_weights
 from grpo_lib.seeds import uniforms
 from grpo_lib.training.digest import HEAD, is_tied, weights_digest
 
@@ -280,13 +281,8 @@ class LocalEngine:
             ModelError: names or shapes are not those of the engine's model.
         """
         own = self._model.state_dict()
-        optional = {HEAD} if HEAD in own and is_tied(own) else set()
-        missing, unknown = own.keys() - state.keys() - optional, state.keys() - own.keys()
-        wrong = [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
-        if missing or unknown or wrong:
-            problems = {"missing": missing, "unknown": unknown, "of another shape": wrong}
-            listed = "; ".join(f"{what}: {', '.join(sorted(names)[:3])}" for what, names in problems.items() if names)
-            raise ModelError(f"these weights are not those of the engine's model ({listed}): load it from one folder")
+        shapes = {name: value.shape for name, value in own.items()}
+        check_weights(shapes, state, tied=HEAD in own and is_tied(own))
         for name, tensor in state.items():
             own[name].copy_(tensor)
         self._digest = weights_digest(own)

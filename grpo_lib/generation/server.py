@@ -88,10 +88,6 @@ class ServerEngine:
     def _model(self) -> Description:
         return describe(str(self._model_folder))
 
-    @cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
-        return self._model.shapes()
-
     def generate(self, request: Request, on_progress: Progress | None = None) -> Generated:
         """See `Engine.generate`. To be called from a thread without a running event loop.
 
@@ -130,7 +126,7 @@ class ServerEngine:
             ConfigError: a server can't take weights, or the folder can't be written.
             ServerLostError: no server is there.
         """
-        check_weights(self._shapes, state)
+        check_weights(self._model.shapes(), state, tied=self._model.tied)
         before, self._policy = self._policy, None  # unknown until all are through
         self._loads += 1
         policy = Policy(folder=self._folder / f"{self._loads:06d}", digest=weights_digest(state, self._dtype))

@@ -97,7 +97,7 @@ class VllmEngine:
     ) -> None:
         self._eos, self._dtype, self._options = sorted(eos_token_ids), dtype, options
         self._on_cpu = device == "cpu"
-        self._shapes = describe(folder).shapes()
+        self._about = describe(folder)
         self._adapter = adapter
         self._adapters = 0
         self._lora: Any = None  # the request that names the adapter of the policy
@@ -189,7 +189,7 @@ class VllmEngine:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes weights in place; what vLLM kept of prompts under the old ones is forgotten."""
         if self._adapter is None:
-            check_weights(self._shapes, state)
+            check_weights(self._about.shapes(), state, tied=self._about.tied)
         self.wake()
         self._digest = None
         if self._adapter is None:

@@ -35,14 +35,18 @@ class PolicyExtension:
     def load_policy_state(self, state: Mapping[str, Tensor]) -> str:
         """Takes weights by the names that Transformers has for them; returns their digest in the engine's precision."""
         self._policy_digest: str | None = None  # unknown until all is through
-        tied = HEAD in state and is_tied(state)
-        weights = [(name, value) for name, value in state.items() if not (tied and name == HEAD)]
         with ThreadPoolExecutor(1) as pool:  # hashing leaves the interpreter to others
             digest = pool.submit(weights_digest, state, self.model_config.dtype)
-            self.reload_weights(weights_iterator=iter(weights))  # type: ignore[attr-defined]
-            self._repack_embeddings()
+            self.take_weights(state)
         self._policy_digest = digest.result()
         return self._policy_digest
+
+    def take_weights(self, state: Mapping[str, Tensor]) -> None:
+        """In place."""
+        tied = HEAD in state and is_tied(state)
+        weights = [(name, value) for name, value in state.items() if not (tied and name == HEAD)]
+        self.reload_weights(weights_iterator=iter(weights))  # type: ignore[attr-defined]
+        self._repack_embeddings()
 
     def policy_digest(self) -> str | None:
         """Of the weights that were loaded last; None: those that vLLM started with, or a load that failed."""

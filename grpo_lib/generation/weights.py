@@ -9,14 +9,18 @@ from grpo_lib.errors import ModelError
 from grpo_lib.training.digest import HEAD
 
 
-def check_weights(own: Mapping[str, torch.Size], state: Mapping[str, Tensor]) -> None:
-    """Names and shapes are those of the engine's model; a head that is tied may be missing.
+def check_weights(own: Mapping[str, torch.Size], state: Mapping[str, Tensor], *, tied: bool) -> None:
+    """Names and shapes are those of the engine's model.
+
+    Args:
+        own: of its weights.
+        tied: its head shares the embedding's weights, and may be missing.
 
     Raises:
         ModelError: with the first that differ.
     """
     problems = {
-        "missing": own.keys() - state.keys() - {HEAD},
+        "missing": own.keys() - state.keys() - ({HEAD} if tied else set()),
         "unknown": state.keys() - own.keys(),
         "of another shape": {name for name in own.keys() & state.keys() if own[name] != state[name].shape},
     }

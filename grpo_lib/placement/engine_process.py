@@ -70,7 +70,7 @@ class EngineProcess:
         check_installed()
         if device == "cpu":
             check_head_size(head_size(folder), "choose another model")
-        self._shapes = describe(folder).shapes() if adapter is None else None
+        self._about = describe(folder) if adapter is None else None
         self._scratch = Path(tempfile.mkdtemp(prefix="grpo-engine-"))
         self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         setup: dict[str, JsonValue] = {
@@ -124,8 +124,8 @@ class EngineProcess:
         return Generated(responses=responses, logprobs=found["logprobs"], finish=found["finish"])
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        if self._shapes is not None:  # what the process refuses ends it
-            check_weights(self._shapes, state)
+        if self._about is not None:  # what the process refuses ends it
+            check_weights(self._about.shapes(), state, tied=self._about.tied)
         with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
             save_tensors(state, Path(folder), STEM)
             self._group.call("load", folder=folder)

@@ -22,6 +22,11 @@ class Description:
     config: Any
     generation_config: Any
 
+    @property
+    def tied(self) -> bool:
+        """Whether the head shares the embedding's weights."""
+        return bool(self.config.get_text_config().tie_word_embeddings)
+
     def shapes(self) -> dict[str, torch.Size]:
         """Of all weights, by name."""
         with torch.device("meta"):

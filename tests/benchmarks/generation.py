@@ -9,22 +9,28 @@ each engine the median is printed, and of ratios to `model.generate` of the same
 
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from vllm_process import STEM, start
 
 from grpo_lib.config import CountdownData, SmallModelConfig
 from grpo_lib.data.ragged import Ragged, lengths_to_offsets
 from grpo_lib.generation.base import Request, Sampling
 from grpo_lib.generation.local import LocalEngine
 from grpo_lib.models import make_small_model, make_tokenizer
+from grpo_lib.placement.ranks import RankGroup
 from grpo_lib.problems import get_problem
 from grpo_lib.seeds import row_seeds
+from grpo_lib.training.tensors import save_tensors
 
 ROUNDS = 5
 SAMPLES = 8
@@ -121,7 +127,63 @@ def generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, work: Work) -> T
     )
 
 
-ENGINES: dict[str, Callable[[Work], Turn]] = {"local": local, "transformers": transformers}
+class Vllm:
+    """vLLM in a process of its own: our engine and its own ``generate`` take turns on one model."""
+
+    def __init__(self) -> None:
+        self._group: RankGroup | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="grpo-bench-")
+
+    def start(self, work: Work) -> RankGroup:
+        """The process for a work; that of another is ended."""
+        self.close()
+        folder = Path(self._folder.name) / "model"
+        work.make_model().save_pretrained(folder)
+        lengths = torch.tensor([len(ids) for ids in work.prompt_ids])
+        asked = {"ids": torch.tensor(list(chain(*work.prompt_ids))), "offsets": lengths_to_offsets(lengths)}
+        seeds = torch.from_numpy(row_seeds(0, 0, work.prompts * SAMPLES))
+        save_tensors(asked | {"seeds": seeds}, Path(self._folder.name), STEM)
+        eos = [token for token in work.eos if token < work.size]
+        self._group = start(folder, eos, int(lengths.max()) + work.longest, work.prompts * SAMPLES)
+        return self._group
+
+    def ours(self, work: Work) -> Turn:
+        return self._turn("ours", self.start(work), work)
+
+    def bare(self, work: Work) -> Turn:
+        assert self._group is not None, "ours comes first"
+        return self._turn("bare", self._group, work)
+
+    def seeded(self, work: Work) -> Turn:
+        assert self._group is not None, "ours comes first"
+        return self._turn("seeded", self._group, work)
+
+    def _turn(self, command: str, group: RankGroup, work: Work) -> Turn:
+        def turn() -> tuple[float, int]:
+            seconds, tokens = group.call(command, folder=self._folder.name, n=SAMPLES, longest=work.longest)
+            return seconds, int(tokens)
+
+        return turn
+
+    def close(self) -> None:
+        if self._group is not None:
+            measured = self._group.call("weights", rounds=5)
+            load, copy, digest = (1000 * statistics.median(measured[name]) for name in ("load", "copy", "digest"))
+            print(
+                f"  weights in place {load:.1f} ms, copied {copy:.1f} ms: {load / copy:.1f} x; digest {digest:.1f} ms"
+            )
+            self._group.close()
+            self._group = None
+
+
+VLLM = Vllm()
+ENGINES: dict[str, Callable[[Work], Turn]] = {
+    "local": local,
+    "vllm": VLLM.ours,
+    "LLM.generate": VLLM.bare,
+    "with seeds": VLLM.seeded,
+    "transformers": transformers,
+}
 """Each makes its model from the work; a turn may run in another process and say what it took there."""
 WORKS = {
     "demo": Work(shape=SmallModelConfig(), prompts=64, longest=64),
@@ -144,13 +206,20 @@ def compare(name: str, work: Work, rounds: int = ROUNDS) -> None:
         f"generation, {name}: {parameters:,} parameters, {work.prompts * SAMPLES} rows of up to {work.longest} tokens:"
     )
     for engine, measured in speeds.items():
-        ratio = statistics.median(a / b for a, b in zip(measured, speeds["transformers"], strict=True))
-        print(f"  {engine:<12} {statistics.median(measured):>8,.0f} tokens/s, {ratio:.2f} x model.generate")
+        ratios = [
+            statistics.median(a / b for a, b in zip(measured, speeds[other], strict=True))
+            for other in ("transformers", "LLM.generate")
+        ]
+        print(
+            f"  {engine:<12} {statistics.median(measured):>8,.0f} tokens/s, {ratios[0]:.2f} x model.generate, "
+            f"{ratios[1]:.2f} x LLM.generate"
+        )
 
 
 def generation(names: list[str] | None = None) -> None:
     for name in names or WORKS:
         compare(name, WORKS[name])
+        VLLM.close()
 
 
 if __name__ == "__main__":

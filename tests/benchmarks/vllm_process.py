@@ -6,6 +6,7 @@ Seconds are those of that process's processor.
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from grpo_lib.generation.base import Request, Sampling
 from grpo_lib.generation.vllm import VllmEngine, VllmOptions
 from grpo_lib.models import load_model
 from grpo_lib.placement.ranks import RankGroup
+from grpo_lib.training.digest import weights_digest
 from grpo_lib.training.tensors import load_tensors
 
 STEM = "tensors"
@@ -60,16 +62,16 @@ class Bench:
         )
         return _timed(lambda: len(self._engine.generate(request).responses.values))
 
-    def bare(self, folder: str, n: int, longest: int) -> list[float]:
+    def bare(self, folder: str, n: int, longest: int, **more: Any) -> list[float]:
         """With what RL needs: the log-prob of each token."""
         from vllm import SamplingParams
 
         asked = load_tensors(Path(folder), STEM)
         values, offsets = asked["ids"].tolist(), asked["offsets"].tolist()
-        prompts = [{"prompt_token_ids": values[a:b]} for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+        prompts = [{"prompt_token_ids": values[a:b]} for a, b in pairwise(offsets)]
         settings = SamplingParams(
             n=n, temperature=1.0, max_tokens=longest, logprobs=0, detokenize=False, ignore_eos=True,
-            stop_token_ids=self._eos,
+            stop_token_ids=self._eos, **more,
         )  # fmt: skip
 
         def call() -> int:
@@ -78,8 +80,12 @@ class Bench:
 
         return _timed(call)
 
+    def seeded(self, folder: str, n: int, longest: int) -> list[float]:
+        """As ``bare``, with generators of each row's own."""
+        return self.bare(folder, n, longest, seed=0)
+
     def weights(self, rounds: int) -> dict[str, list[float]]:
-        """Seconds to take weights in place, and to copy them."""
+        """Seconds to take weights in place, to copy them, and to make their digest."""
         state = load_model(self._folder, torch.float32, "cpu").state_dict()
         twin = {name: torch.empty_like(value) for name, value in state.items()}
 
@@ -89,12 +95,16 @@ class Bench:
             return 0
 
         def load() -> int:
-            self._engine._load_weights(state)
+            self._engine._llm.collective_rpc("take_weights", kwargs={"state": state})
             return 0
 
-        copy(), load()
-        pairs = [(_timed(load)[0], _timed(copy)[0]) for _ in range(rounds)]
-        return {"load": [a for a, _ in pairs], "copy": [b for _, b in pairs]}
+        def digest() -> int:
+            weights_digest(state)
+            return 0
+
+        calls = {"load": load, "copy": copy, "digest": digest}
+        found = {name: [_timed(call)[0] for _ in range(rounds + 1)][1:] for name, call in calls.items()}
+        return found
 
 
 def _timed(call: Callable[[], int]) -> list[float]:
