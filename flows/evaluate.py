@@ -6,6 +6,7 @@ from grpo_lib.config import RunConfig
 from grpo_lib.errors import NotFoundError
 from grpo_lib.generation.agents import agent_digests
 from grpo_lib.placement.devices import use_threads
+from grpo_lib.placement.local import end_processes
 from grpo_lib.preflight import check_agent, data_digests
 from grpo_lib.run import Run
 from grpo_lib.storage.manifests import Manifest, latest
@@ -16,6 +17,14 @@ from tasks.evaluate import evaluate as evaluate_policy
 @flow(name="evaluate")
 def evaluate(config: RunConfig, version: int | None = None) -> dict[str, float]:
     """Evaluates policy ``version`` (updates done; default the last) of the run that ``config`` names."""
+    try:
+        return run_evaluation(config, version)
+    finally:
+        end_processes()
+
+
+def run_evaluation(config: RunConfig, version: int | None) -> dict[str, float]:
+    """Of one policy."""
     run = Run(config)
     check_agent(config)
     use_threads(config.placement.threads)

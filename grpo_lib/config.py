@@ -7,13 +7,18 @@ value, the bound and the remedy.
 
 import hashlib
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from grpo_lib.config_algorithm import AlgorithmConfig
 from grpo_lib.config_base import Section, UrlWithoutSecrets
 from grpo_lib.config_rollout import RolloutConfig
+
+MAX_POSITIONS = 4096
+"""Of the small model."""
+MAX_ADAPTER_RANK = 512
+"""That vLLM takes."""
 
 
 class StoreConfig(Section):
@@ -411,7 +416,24 @@ class RunConfig(Section):
                 "rollout.partial and algorithm.filters exclude each other: with a budget an iteration takes the "
                 "prompts that are finished; remove one"
             )
+        if rollout.vllm.adapters and trainer.lora is not None and trainer.lora.rank > MAX_ADAPTER_RANK:
+            raise ValueError(
+                f"trainer.lora.rank={trainer.lora.rank} is more than vLLM takes ({MAX_ADAPTER_RANK}); lower it, or set "
+                "rollout.vllm.adapters=false"
+            )
+        if not rollout.vllm.own_process and self.placement.device.removeprefix("cuda:") not in (
+            "auto", "cpu", "cuda", "0"
+        ):  # fmt: skip
+            raise ValueError(
+                f"placement.device={self.placement.device}: in the trainer's process vLLM takes the first GPU; set "
+                "rollout.vllm.own_process=true, or device=cuda and CUDA_VISIBLE_DEVICES"
+            )
         longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+        if self.model.path is None and longest > MAX_POSITIONS:
+            raise ValueError(
+                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}, but the small model has "
+                f"{MAX_POSITIONS} positions; lower one of the two"
+            )
         if trainer.max_tokens < longest:
             raise ValueError(
                 f"trainer.max_tokens={trainer.max_tokens} is below rollout.max_prompt_tokens + rollout.max_new_tokens "
@@ -495,6 +517,7 @@ class RunConfig(Section):
         """The given name, or one made from the problem and everything that shapes the result."""
         if self.name is not None:
             return self.name
-        shaping = self.model_dump(mode="json", exclude={"name", "store", "tracking", "placement", "checkpoint"})
+        left_out: dict[str, Any] = dict.fromkeys(("name", "store", "tracking", "placement", "checkpoint"), True)
+        shaping = self.model_dump(mode="json", exclude=left_out | {"rollout": {"vllm", "server"}})
         digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()
         return f"{self.data.problem}-s{self.seed}-{digest[:8]}"

@@ -147,6 +147,19 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"temperature={self.temperature:g}: vLLM and SGLang take at most 2; lower it, or engine=local"
             )
+        if self.engine != "local" and self.temperature < 0.01:
+            raise ValueError(
+                f"temperature={self.temperature:g}: vLLM samples at 0.01 instead; raise it, or engine=local"
+            )
+        if self.partial is not None and self.stop:
+            raise ValueError(
+                "partial and stop exclude each other: a text could begin in one iteration and end in the next; use "
+                "stop_token_ids, or remove one"
+            )
+        if not self.vllm.own_process and self.vllm.tensor_parallel > 1:
+            raise ValueError(
+                f"vllm.tensor_parallel={self.vllm.tensor_parallel} takes GPUs of its own; set own_process=true"
+            )
         if self.vllm.data_parallel > 1 and not self.vllm.own_process:
             raise ValueError(
                 f"vllm.data_parallel={self.vllm.data_parallel} needs a process for each engine; set own_process=true"

@@ -43,9 +43,25 @@ def check_surroundings(config: RunConfig) -> None:
 
 
 def check_engine(config: RunConfig) -> None:
-    """vLLM can run the model here."""
+    """vLLM can run the model here, servers can be reached in principle, and stop tokens exist.
+
+    Raises:
+        ConfigError, ModelError: with the remedy.
+    """
+    from grpo_lib.models import run_tokenizer
     from grpo_lib.placement.devices import torch_device
 
+    if config.rollout.stop_token_ids:
+        size, largest = (
+            len(run_tokenizer(config.model.path, get_problem(config.data.problem))),
+            max(config.rollout.stop_token_ids),
+        )
+        if largest >= size:
+            raise ConfigError(f"rollout.stop_token_ids names {largest}, the tokenizer has {size} tokens; leave it out")
+    if config.rollout.server is not None:
+        from grpo_lib.generation.server import check_settings
+
+        check_settings(config.rollout.server)
     if config.rollout.engine != "vllm" or torch_device(config.placement.device).type != "cpu":
         return
     from grpo_lib.generation.vllm import check_head_size, head_size
@@ -53,7 +69,7 @@ def check_engine(config: RunConfig) -> None:
     if config.model.path is None:
         check_head_size(config.model.small.head_dim, "set model.small.head_dim to one of them")
     elif Path(config.model.path).expanduser().is_dir():
-        check_head_size(head_size(config.model.path), "choose another model")
+        check_head_size(head_size(str(Path(config.model.path).expanduser())), "choose another model")
 
 
 def check_packages(config: RunConfig) -> None:

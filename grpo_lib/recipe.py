@@ -68,6 +68,14 @@ def check_algorithm(config: RunConfig) -> None:
             f"{'algorithm.kl.place=reward' if shaped[0] else 'algorithm.overlong.buffer_tokens'} would do nothing; "
             "remove that, or take another estimator"
         )
+    several = config.rollout.shaped or config.rollout.partial is not None
+    weighted = LOSSES[algorithm.loss].traits.get("takes_ratio", True) or algorithm.rollout_correction.rollout_is
+    if several and algorithm.old_logprobs == "bypass" and not weighted:
+        raise ConfigError(
+            f"algorithm.loss={algorithm.loss} takes no ratio to what responses were drawn from, and with top_p, top_k, "
+            "min_p, a penalty or rollout.partial that is not the policy that is trained; set "
+            "algorithm.rollout_correction.rollout_is=token, or take algorithm.loss=ppo_clip"
+        )
     if "selected" in LOSSES[algorithm.loss].columns and LOSSES[algorithm.loss].helper is None:
         raise ConfigError(f"algorithm.loss={algorithm.loss} wants `selected`, but was registered without a helper")
     if "sum_squared_probs" in estimator.columns and algorithm.old_logprobs == "bypass":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from grpo_lib.config import MAX_POSITIONS
 from grpo_lib.models import load_model, load_tokenizer, make_small_model, run_tokenizer
 from grpo_lib.problems import get_problem
 from grpo_lib.problems.demonstrations import demonstrations
@@ -17,7 +18,6 @@ from tasks.dataset import split
 
 WARM_START = StageSpec(name="warm_start", version=1, reads=("data", "model.small", "warm_start", "seed"))
 PRETRAINED = StageSpec(name="pretrained", version=1, reads=("model.path",))
-MAX_POSITIONS = 4096
 
 
 @stage_task(WARM_START)

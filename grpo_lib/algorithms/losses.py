@@ -178,6 +178,7 @@ def sapo(
     formula="-A lp",
     paper="Williams 1992, REINFORCE; Chu et al. 2025, GPG, arXiv:2504.02546",
     use="one update a batch, or with an importance weight (presets pg_is, pg_rs)",
+    takes_ratio=False,
 )
 def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> PolicyLoss:
     """Plain policy gradient."""
@@ -279,6 +280,7 @@ def dppo_kl(
     paper="Richemond et al. 2024, Offline Regularised RL (DRO), arXiv:2405.19107",
     use="off-policy batches, held to the old policy by a square",
     zero_without_advantage=False,
+    takes_ratio=False,
 )
 def dro(
     logprobs: Tensor,

@@ -128,7 +128,7 @@ class Engine(Protocol):
         """Samples the responses.
 
         Args:
-            on_progress: called now and then, in the calling thread.
+            on_progress: called now and then, maybe in another thread, but never twice at a time.
         """
         ...
 

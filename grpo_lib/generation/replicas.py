@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class Replicas:
-    """An `Engine` that gives each of ``engines`` a part of the prompts, of about equally many tokens to make.
+    """An `Engine` that gives each of ``engines`` an equal part of the prompts.
 
     Rows come out as from one engine: they depend on their seeds alone.
     """

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import socket
+import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -39,6 +40,24 @@ DIALECTS: dict[str, Callable[[ServerConfig], Dialect]] = {
     "vllm": lambda settings: VllmDialect(settings.model),
     "sglang": lambda settings: SglangDialect(),
 }
+
+
+def check_settings(settings: ServerConfig) -> None:
+    """What can be seen without a server.
+
+    Raises:
+        ConfigError: a URL is none, the API key's variable is not set, or the folder of the weights can't be written.
+    """
+    Access(settings.urls, key_variable=settings.api_key_variable, request_seconds=settings.timeout_seconds)
+    folder = Path(settings.weights_folder).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"rollout.server.weights_folder={settings.weights_folder!r} can't be written ({error.strerror}); name a "
+            "folder that this machine and all servers see"
+        ) from error
 
 
 class ServerEngine:
@@ -126,7 +145,7 @@ class ServerEngine:
             ConfigError: a server can't take weights, or the folder can't be written.
             ServerLostError: no server is there.
         """
-        check_weights(self._model.shapes(), state, tied=self._model.tied)
+        check_weights(self._model.shapes, state, tied=self._model.tied)
         before, self._policy = self._policy, None  # unknown until all are through
         self._loads += 1
         policy = Policy(folder=self._folder / f"{self._loads:06d}", digest=weights_digest(state, self._dtype))

@@ -55,6 +55,7 @@ class Batch:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = False
         self._began = self._reported = time.monotonic()
+        self._handed_out: float | None = None  # when a budget's seconds begin
         self._alone_since: float | None = None
         self._out: set[Peer] = set()
 
@@ -181,6 +182,7 @@ class Batch:
             self._send(min(free, key=lambda peer: len(peer.requests)), self._waiting.popleft())
 
     def _send(self, peer: Peer, row: Row) -> None:
+        self._handed_out = self._handed_out or time.monotonic()
         task = asyncio.create_task(self._request(peer, row, row.ask(self._terms)))
         peer.requests.add(task)
 
@@ -252,8 +254,8 @@ class Batch:
             self._waiting.appendleft(row)
 
     def _used_up(self) -> bool:
-        budget = self._terms.budget
-        return budget is not None and budget.used_up(time.monotonic() - self._began, self._tokens)
+        budget, began = self._terms.budget, self._handed_out
+        return budget is not None and began is not None and budget.used_up(time.monotonic() - began, self._tokens)
 
     def _give_up(self, rows: int) -> None:
         """They stay unfinished."""

@@ -107,7 +107,7 @@ class SglangDialect:
 
 def _with_head(model: Description, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """A tied head that is not listed is the embedding."""
-    if HEAD in weights or HEAD not in model.shapes():
+    if HEAD in weights or HEAD not in model.shapes:
         return weights
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(deepcopy(model.config))

@@ -123,10 +123,10 @@ class VllmEngine:
         self.wake()
         engine, total = self._llm.llm_engine, len(request.seeds)
         rows = [_Row() for _ in range(total)]
-        self._add(request)
         done = tokens = 0
         began = reported = time.perf_counter()
         try:
+            self._add(request)
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     (part,) = output.outputs
@@ -189,7 +189,7 @@ class VllmEngine:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes weights in place; what vLLM kept of prompts under the old ones is forgotten."""
         if self._adapter is None:
-            check_weights(self._about.shapes(), state, tied=self._about.tied)
+            check_weights(self._about.shapes, state, tied=self._about.tied)
         self.wake()
         self._digest = None
         if self._adapter is None:
@@ -197,7 +197,9 @@ class VllmEngine:
         else:
             self._load_adapter(state, self._adapter)
             self._digest = weights_digest(state, self._dtype)
-        self._llm.llm_engine.reset_prefix_cache()
+        if not self._llm.llm_engine.reset_prefix_cache():
+            self._digest = None
+            raise ModelError("vLLM did not forget what it kept of prompts under the old weights: rows still run in it")
 
     def _load_weights(self, state: Mapping[str, Tensor]) -> str:
         if self._options.tensor_parallel == 1:

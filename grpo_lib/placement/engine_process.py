@@ -4,6 +4,7 @@ The process is a rank without a group (`ranks.py`): it ends with its parent, its
 and the next attempt starts another. Tensors go through files in a private folder, which stay in the page cache.
 """
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -33,6 +34,7 @@ from grpo_lib.training.export import describe
 from grpo_lib.training.tensors import load_tensors, save_tensors
 
 STEM = "tensors"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class EngineProcess:
@@ -90,7 +92,7 @@ class EngineProcess:
                 threads=threads,
                 start_seconds=start_seconds,
                 command_seconds=generate_seconds,
-                alone={} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
+                alone={} if gpus is None else {VISIBLE: visible(gpus, os.environ.get(VISIBLE))},
                 name="the vLLM engine",
             )
             self.version = str(self._group.call("version"))
@@ -125,7 +127,7 @@ class EngineProcess:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         if self._about is not None:  # what the process refuses ends it
-            check_weights(self._about.shapes(), state, tied=self._about.tied)
+            check_weights(self._about.shapes, state, tied=self._about.tied)
         with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
             save_tensors(state, Path(folder), STEM)
             self._group.call("load", folder=folder)
@@ -142,6 +144,16 @@ class EngineProcess:
     def close(self) -> None:
         self._group.close()
         self._remove()
+
+
+def visible(gpus: Sequence[int], seen: str | None) -> str:
+    """Names of GPUs for a child: ``gpus`` count those that this process sees.
+
+    >>> visible([1, 2], "4,5,6"), visible([1, 2], None)
+    ('5,6', '1,2')
+    """
+    names = seen.split(",") if seen else None
+    return ",".join(str(gpu) if names is None else names[gpu] for gpu in gpus)
 
 
 class EngineHandler:

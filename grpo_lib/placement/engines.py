@@ -103,7 +103,15 @@ def _vllm(config: RunConfig, folder: Path, eos: list[int], device: torch.device)
         places: list[list[int] | None] = [None] * settings.data_parallel
     else:
         places = [list(each) for each in engine_gpus(config, torch.cuda.device_count())]
-    return start(places[0]) if len(places) == 1 else Replicas([start(each) for each in places])
+    made: list[EngineProcess] = []
+    try:
+        for each in places:
+            made.append(start(each))
+    except BaseException:
+        for engine in made:
+            engine.close()
+        raise
+    return made[0] if len(made) == 1 else Replicas(made)
 
 
 def is_outside(config: RunConfig) -> bool:

@@ -9,7 +9,7 @@ update that failed half-way leaves nothing behind.
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,10 @@ class Workers:
 
     def close(self) -> None:
         """Lets trainer and engine go."""
-        self._close_trainer()
-        self._close_engine()
+        try:
+            self._close_trainer()
+        finally:
+            self._close_engine()
 
     def _close_trainer(self) -> None:
         if self._made is not None:
@@ -103,12 +105,14 @@ class Workers:
 
     def end_processes(self) -> None:
         """Ends the trainer's ranks and the engine's process; the next that needs them starts others."""
-        with self._trainer_lock:
-            if isinstance(self._made, TrainRanks):
-                self._close_trainer()
-        with self._engine_lock:
-            if is_outside(self._run.config):
-                self._close_engine()
+        try:
+            with self._trainer_lock:
+                if isinstance(self._made, TrainRanks):
+                    self._close_trainer()
+        finally:
+            with self._engine_lock:
+                if is_outside(self._run.config):
+                    self._close_engine()
 
     @property
     def description(self) -> Description:
@@ -139,7 +143,8 @@ class Workers:
     @contextmanager
     def trainer(self) -> Iterator[Training]:
         """The trainer with whatever policy it holds, for one caller at a time: to ask for the reference."""
-        with self._trainer_lock:
+        # In the order of `engine_at`: an engine that generates is not put to sleep.
+        with self._engine_lock if self._shares_gpu else nullcontext(), self._trainer_lock:
             if self._shares_gpu and self._engine_made is not None and self._engine_made.alive:
                 self._engine_made.sleep()
             yield self._training()
@@ -164,6 +169,9 @@ class Workers:
     def engine_at(self, policy: ArtifactRef) -> Iterator[Engine]:
         """The rollout engine holding the weights of ``policy``, for one caller at a time."""
         with self._engine_lock:
+            if self._shares_gpu and self._made is not None and self._made.alive:
+                with self._trainer_lock:
+                    self._made.release()
             engine = self._engine()
             if self._engine_held != policy.key:
                 self._engine_held = None

@@ -125,6 +125,10 @@ class Training(Protocol):
         """The optimizer steps of an iteration."""
         ...
 
+    def release(self) -> None:
+        """Gives memory of the accelerator back that is kept for later: an engine beside it needs it now."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -286,6 +290,10 @@ class TrainWorker:
                     f"{found[:16]}; put the model back that it was, or start a new run"
                 )
         return model
+
+    def release(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         pass

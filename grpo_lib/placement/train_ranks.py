@@ -122,6 +122,9 @@ class TrainRanks:
         )
         return Updated(steps=[StepMetrics(**step) for step in done["steps"]], performance=done["performance"])
 
+    def release(self) -> None:
+        self._group.call("release")
+
     def close(self) -> None:
         self._group.close()
         self._remove()
@@ -159,6 +162,9 @@ class RankTrainer:
 
     def save(self, folder: str) -> None:
         self._worker.save(Path(folder))
+
+    def release(self) -> None:
+        self._worker.release()
 
     def digests(self) -> list[str | None]:
         return list(self._worker.digests())

@@ -62,7 +62,8 @@ def reward_table(
 def reward_summary(scores: Scores) -> dict[str, float]:
     """Means of reward and components over what could be scored, and the fraction that could not."""
     known = [value for value in scores.values if value is not None]
-    summary = {"failed_fraction": 1 - len(known) / max(1, len(scores.values))}
+    judged = sum(scores.judged)
+    summary = {"failed_fraction": 1 - len(known) / judged if judged else 0.0}
     if known:
         summary |= {"mean": sum(known) / len(known), "min": min(known), "max": max(known)}
     return summary | _component_means(scores.components)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class Description:
         """Whether the head shares the embedding's weights."""
         return bool(self.config.get_text_config().tie_word_embeddings)
 
+    @cached_property
     def shapes(self) -> dict[str, torch.Size]:
         """Of all weights, by name."""
         with torch.device("meta"):

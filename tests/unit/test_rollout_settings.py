@@ -1,5 +1,7 @@
 """What the ``rollout`` section refuses, and what engines are made of it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -30,6 +32,27 @@ REFUSED = {
     ),
     "more stop strings than servers take": ((*SERVER, "rollout.stop=[a,b,c,d,e]"), "stop names 5 texts; servers take"),
     "a temperature above vLLM's": (("rollout.engine=vllm", "rollout.temperature=3"), "temperature=3: vLLM and SGLang"),
+    "a temperature below vLLM's": (("rollout.engine=vllm", "rollout.temperature=0.001"), "vLLM samples at 0.01"),
+    "partial with stop strings": (
+        ("rollout.partial.tokens=9", "rollout.stop=[a]", TOKEN_IS),
+        "partial and stop exclude",
+    ),
+    "tensor parallel in the trainer's process": (
+        ("rollout.engine=vllm", "rollout.vllm.tensor_parallel=2", "rollout.vllm.own_process=false"),
+        "tensor_parallel=2 takes GPUs of its own",
+    ),
+    "the trainer's process on another GPU": (
+        ("rollout.engine=vllm", "rollout.vllm.own_process=false", "placement.device=cuda:1"),
+        "vLLM takes the first GPU",
+    ),
+    "adapters of too high a rank": (
+        ("rollout.engine=vllm", "rollout.vllm.adapters=true", "trainer.lora.rank=600"),
+        "rank=600 is more than vLLM takes",
+    ),
+    "more tokens than the small model has positions": (
+        ("rollout.max_new_tokens=5000", "trainer.max_tokens=9000"),
+        "the small model has 4096 positions",
+    ),
     "adapters without LoRA": (("rollout.engine=vllm", "rollout.vllm.adapters=true"), "needs.*trainer.lora"),
     "engines in one process": (
         ("rollout.engine=vllm", "rollout.vllm.data_parallel=2", "rollout.vllm.own_process=false"),
@@ -56,6 +79,40 @@ def test_truncation_is_taken_with_weights_or_ratios_to_what_was_drawn_from() -> 
         greedy = sampling_of(config, greedy=True)
         assert greedy == Sampling(temperature=0.0, max_new_tokens=12, stop=("a", "b"), stop_token_ids=(4,))
         assert not greedy.shaped
+
+
+@pytest.mark.parametrize("more", [("rollout.top_p=0.9",), ("rollout.partial.tokens=9",)])
+def test_bypass_without_a_ratio_is_refused_where_another_distribution_was_drawn_from(more: tuple[str, ...]) -> None:
+    from grpo_lib.recipe import check_algorithm
+
+    bypass = (*more, "algorithm.old_logprobs=bypass")
+    check_algorithm(make_config(TINY, bypass))
+    with pytest.raises(ConfigError, match=r"loss=reinforce takes no ratio.*rollout_is=token"):
+        check_algorithm(make_config(TINY, [*bypass, "algorithm.loss=reinforce"]))
+    check_algorithm(
+        make_config(TINY, [*bypass, "algorithm.loss=reinforce", "algorithm.rollout_correction.rollout_is=token"])
+    )
+
+
+def test_stop_tokens_and_a_servers_folder_are_checked_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"stop_token_ids names 1000, the tokenizer has \d+ tokens"):
+        check_engine(make_config(TINY, ["rollout.stop_token_ids=[1000]"]))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="weights_folder=.*can't be written"):
+        check_engine(make_config(TINY, [*SERVER[:2], f"rollout.server.weights_folder={tmp_path / 'file'}"]))
+    with pytest.raises(ConfigError, match="environment variable GRPO_NO_KEY"):
+        check_engine(
+            make_config(TINY, [*SERVER[:2], f"rollout.server.weights_folder={tmp_path}",
+                               "rollout.server.api_key_variable=GRPO_NO_KEY"])
+        )  # fmt: skip
+
+
+def test_how_engines_are_run_may_change_between_a_run_and_its_continuation() -> None:
+    from grpo_lib.run import _differences
+
+    before, after = (make_config(TINY, ["rollout.engine=vllm", f"rollout.vllm.start_seconds={s}"]) for s in (1, 2))
+    assert _differences(before, after) == []
+    assert before.model_copy(update={"name": None}).run_name == after.model_copy(update={"name": None}).run_name
 
 
 def test_an_engine_that_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
