@@ -148,9 +148,7 @@ class RolloutConfig(Section):
                 f"temperature={self.temperature:g}: vLLM and SGLang take at most 2; lower it, or engine=local"
             )
         if self.engine != "local" and self.temperature < 0.01:
-            raise ValueError(
-                f"temperature={self.temperature:g}: vLLM samples at 0.01 instead; raise it, or engine=local"
-            )
+            raise ValueError(f"temperature={self.temperature:g}: vLLM samples at 0.01 instead; raise it")
         if self.partial is not None and self.stop:
             raise ValueError(
                 "partial and stop exclude each other: a text could begin in one iteration and end in the next; use "

@@ -13,8 +13,10 @@ from grpo_lib.storage.stages import Manifest, StageStore, config_slice
 
 # May differ between a run and its continuation: nothing of this is in the key of a stage that trains. Threads and
 # device change results in the last bits, so that a replay of updates made with others is refused.
-CONTINUABLE = ("store.", "tracking.", "placement.", "checkpoint.", "evaluation.every", "name", "iterations")
-CONTINUABLE += ("rollout.vllm.", "rollout.server.")  # how engines are run, not what they draw
+CONTINUABLE = (
+    "store.", "tracking.", "placement.", "checkpoint.", "evaluation.every", "name", "iterations",
+    "rollout.vllm.", "rollout.server.",  # how engines are run, not what they draw
+)  # fmt: skip
 
 
 class Run:

@@ -24,7 +24,7 @@ def reference_model(stage: Stage, initial: ArtifactRef) -> ArtifactRef:
     """Records the model that the reference begins as, by the digest of its weights; they stay where they are."""
     settings = stage.config.reference
     path = settings.path
-    if settings.every is not None and describe(path).shapes() != stage.workers(initial).description.shapes():
+    if settings.every is not None and describe(path).shapes != stage.workers(initial).description.shapes:
         raise ConfigError(
             f"reference.path={path!r} has weights of other names or shapes than the policy, so reference.every="
             f"{settings.every} can't bring it up to date; take a model of the same architecture, or remove every"

@@ -98,7 +98,7 @@ def test_stop_tokens_and_a_servers_folder_are_checked_before_the_run(tmp_path: P
     with pytest.raises(ConfigError, match=r"stop_token_ids names 1000, the tokenizer has \d+ tokens"):
         check_engine(make_config(TINY, ["rollout.stop_token_ids=[1000]"]))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="weights_folder=.*can't be written"):
+    with pytest.raises(ConfigError, match=r"weights_folder=.*can't be written"):
         check_engine(make_config(TINY, [*SERVER[:2], f"rollout.server.weights_folder={tmp_path / 'file'}"]))
     with pytest.raises(ConfigError, match="environment variable GRPO_NO_KEY"):
         check_engine(
