@@ -4,13 +4,14 @@
 response tokens in all.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from grpo_lib.data.ragged import Ragged
+from grpo_lib.data.ragged import Ragged, lengths_to_offsets
 
 Progress = Callable[[int, int, int], None]
 """Rows finished, rows in all, tokens so far."""
@@ -110,6 +111,17 @@ class Generated:
     """``int32[B]``: of the policy; None: one."""
     failures: list[str | None] | None = None
     """Why a row failed; None: none did."""
+
+
+def from_rows(rows: Sequence[tuple[list[int], list[float], int]]) -> Generated:
+    """Of engines that have Python lists: ids, log-probs and the finish of each row."""
+    lengths = torch.tensor([len(ids) for ids, _, _ in rows], dtype=torch.int64)
+    ids = torch.tensor([token for ids, _, _ in rows for token in ids], dtype=torch.int32)
+    return Generated(
+        responses=Ragged(values=ids, offsets=lengths_to_offsets(lengths)),
+        logprobs=torch.tensor([value for _, values, _ in rows for value in values], dtype=torch.float32),
+        finish=torch.tensor([finish for _, _, finish in rows], dtype=torch.uint8),
+    )
 
 
 class Engine(Protocol):

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from grpo_lib.config_rollout import ServerConfig
-from grpo_lib.data.ragged import Ragged, lengths_to_offsets
 from grpo_lib.errors import ConfigError, ModelError
-from grpo_lib.generation.base import Generated, Progress, Request
+from grpo_lib.generation.base import Generated, Progress, Request, from_rows
 from grpo_lib.generation.server_batch import Batch
 from grpo_lib.generation.server_dialects import Dialect
 from grpo_lib.generation.server_http import Access
@@ -128,7 +127,7 @@ class ServerEngine:
         )
         rows = _rows(request)
         asyncio.run(self._generate(rows, terms, self._loaded(), on_progress))
-        return _collect(rows)
+        return from_rows([(row.ids, row.logprobs, row.finish) for row in rows])
 
     async def _generate(self, rows: Sequence[Row], terms: Terms, policy: Policy, on_progress: Progress | None) -> None:
         async with peers_of(self._servers, self._access, self._dialect, terms.max_in_flight) as peers:
@@ -206,16 +205,6 @@ def _rows(request: Request) -> list[Row]:
         Row(prompt=prompts[row // request.n], seed=seed, limit=limit)
         for row, (seed, limit) in enumerate(zip(seeds, limits, strict=True))
     ]
-
-
-def _collect(rows: Sequence[Row]) -> Generated:
-    lengths = torch.tensor([len(row.ids) for row in rows], dtype=torch.int64)
-    ids = torch.tensor([token for row in rows for token in row.ids], dtype=torch.int32)
-    return Generated(
-        responses=Ragged(values=ids, offsets=lengths_to_offsets(lengths)),
-        logprobs=torch.tensor([value for row in rows for value in row.logprobs], dtype=torch.float32),
-        finish=torch.tensor([row.finish for row in rows], dtype=torch.uint8),
-    )
 
 
 def _delete(policy: Policy) -> None:

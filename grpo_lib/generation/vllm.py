@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lib.data.ragged import Ragged, lengths_to_offsets
 from grpo_lib.errors import ConfigError, MissingPackageError, ModelError
-from grpo_lib.generation.base import LENGTH, STOP, UNFINISHED, Generated, Progress, Request, Sampling
+from grpo_lib.generation.base import LENGTH, STOP, UNFINISHED, Generated, Progress, Request, Sampling, from_rows
 from grpo_lib.generation.vllm_extension import STEM
 from grpo_lib.generation.weights import check_weights
 from grpo_lib.training.digest import weights_digest
@@ -147,7 +146,7 @@ class VllmEngine:
             engine.abort_request([str(place) for place, row in enumerate(rows) if row.finish == UNFINISHED])
         if on_progress is not None:
             on_progress(total, total, tokens)
-        return _collect(rows)
+        return from_rows([(row.ids, row.logprobs, row.finish) for row in rows])
 
     def _add(self, request: Request) -> None:
         """Hands every row to vLLM as a request of its own, with its own seed (children of one share theirs, plus 1)."""
@@ -268,16 +267,6 @@ class _Row:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.finish = UNFINISHED
-
-
-def _collect(rows: Sequence[_Row]) -> Generated:
-    lengths = torch.tensor([len(row.ids) for row in rows], dtype=torch.int64)
-    ids = torch.tensor([token for row in rows for token in row.ids], dtype=torch.int32)
-    return Generated(
-        responses=Ragged(values=ids, offsets=lengths_to_offsets(lengths)),
-        logprobs=torch.tensor([value for row in rows for value in row.logprobs], dtype=torch.float32),
-        finish=torch.tensor([row.finish for row in rows], dtype=torch.uint8),
-    )
 
 
 def check_installed() -> None:

@@ -95,7 +95,12 @@ FILES = [
     case("a section given twice", file("twice.yaml"), "'rollout' is given twice", "join the two"),
     case("a section that holds itself", file("circular.yaml"), "circular.yaml", "not a tree of plain values"),
     case("no data section", file("no_data.yaml"), "data: must be given"),
-    case("no problem", file("no_problem.yaml"), "data.problem: must be given", "countdown, expressions, gsm8k"),
+    case(
+        "no problem",
+        file("no_problem.yaml"),
+        "data.problem: must be given",
+        "countdown, countdown_calculator, expressions, gsm8k",
+    ),
     case("gsm8k without a path", file("no_path.yaml"), "data.path: must be given"),
 ]
 
@@ -156,7 +161,12 @@ CHOICES = [
     case("schedule", tiny("trainer.optimizer.schedule=step"), "schedule='step'", "'cosine'"),
     case("engine", tiny("rollout.engine=magic"), "rollout.engine='magic'", "'local'"),
     case("backend", tiny("trainer.backend=jax"), "trainer.backend='jax'", "'torch'"),
-    case("problem", tiny("data.problem=sudoku"), "data.problem='sudoku'", "countdown, expressions, gsm8k"),
+    case(
+        "problem",
+        tiny("data.problem=sudoku"),
+        "data.problem='sudoku'",
+        "countdown, countdown_calculator, expressions, gsm8k",
+    ),
     case("dtype", tiny("model.dtype=float16"), "model.dtype='float16'", "'bfloat16'"),
     case("prompt format", tiny("model.prompt_format=markdown"), "prompt_format='markdown'", "'chat'"),
     case("placement", tiny("placement.kind=moon"), "placement.kind='moon'", "'local'"),
