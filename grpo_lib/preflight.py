@@ -52,10 +52,8 @@ def check_engine(config: RunConfig) -> None:
     from grpo_lib.placement.devices import torch_device
 
     if config.rollout.stop_token_ids:
-        size, largest = (
-            len(run_tokenizer(config.model.path, get_problem(config.data.problem))),
-            max(config.rollout.stop_token_ids),
-        )
+        size = len(run_tokenizer(config.model.path, get_problem(config.data.problem)))
+        largest = max(config.rollout.stop_token_ids)
         if largest >= size:
             raise ConfigError(f"rollout.stop_token_ids names {largest}, the tokenizer has {size} tokens; leave it out")
     if config.rollout.server is not None:

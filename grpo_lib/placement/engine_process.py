@@ -29,7 +29,7 @@ from grpo_lib.generation.vllm import (
 )
 from grpo_lib.generation.weights import check_weights
 from grpo_lib.placement.rank_main import report
-from grpo_lib.placement.ranks import RankGroup
+from grpo_lib.placement.ranks import RankGroup, row_progress
 from grpo_lib.training.export import describe
 from grpo_lib.training.tensors import load_tensors, save_tensors
 
@@ -109,10 +109,6 @@ class EngineProcess:
         return self._group.pids[0]
 
     def generate(self, request: Request, on_progress: Progress | None = None) -> Generated:
-        def show(values: dict[str, JsonValue]) -> None:
-            if on_progress is not None:
-                on_progress(*(int(str(values[name])) for name in ("done", "total", "tokens")))
-
         with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
             asked = {"ids": request.prompts.values, "offsets": request.prompts.offsets, "seeds": request.seeds}
             if request.limits is not None:
@@ -120,7 +116,9 @@ class EngineProcess:
             save_tensors(asked, Path(folder), STEM)
             budget = None if request.budget is None else asdict(request.budget)
             sampling = asdict(request.sampling)
-            self._group.call("generate", show, folder=folder, n=request.n, sampling=sampling, budget=budget)
+            self._group.call(
+                "generate", row_progress(on_progress), folder=folder, n=request.n, sampling=sampling, budget=budget
+            )
             found = load_tensors(Path(folder) / "result", STEM)
         responses = Ragged(values=found["ids"], offsets=found["offsets"])
         return Generated(responses=responses, logprobs=found["logprobs"], finish=found["finish"])

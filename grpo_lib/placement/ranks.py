@@ -244,6 +244,16 @@ class RankGroup:
         return ", ".join(f"{self._name} {rank}" for rank in ranks)
 
 
+def row_progress(on_progress: Callable[[int, int, int], None] | None) -> Progress:
+    """For ``RankGroup.call``: gives on what ranks report as ``done``, ``total`` and ``tokens``."""
+
+    def show(values: dict[str, JsonValue]) -> None:
+        if on_progress is not None:
+            on_progress(*(int(str(values[name])) for name in ("done", "total", "tokens")))
+
+    return show
+
+
 def _failed(failures: list[dict[str, Any]], command: str, name: str, ended: str) -> GrpoError:
     """The error to raise for what ranks raised: the first by time, with a line about each other."""
     first, *others = sorted(failures, key=lambda each: each["at"])

@@ -19,7 +19,7 @@ from grpo_lib.config import RunConfig
 from grpo_lib.data.ragged import Ragged
 from grpo_lib.generation.base import Sampling
 from grpo_lib.placement.rank_main import report
-from grpo_lib.placement.ranks import RankGroup
+from grpo_lib.placement.ranks import RankGroup, row_progress
 from grpo_lib.placement.train import Rows, Scores, TrainWorker, Updated
 from grpo_lib.run import Run
 from grpo_lib.storage.stages import ArtifactRef
@@ -130,11 +130,7 @@ class TrainRanks:
         self._remove()
 
     def _call(self, command: str, on_progress: Progress | None = None, **arguments: JsonValue) -> Any:
-        def show(values: dict[str, JsonValue]) -> None:
-            if on_progress is not None:
-                on_progress(*(int(str(values[name])) for name in ("done", "total", "tokens")))
-
-        return self._group.call(command, show, **arguments)
+        return self._group.call(command, row_progress(on_progress), **arguments)
 
     def _tensors(self, command: str, on_progress: Progress | None = None, **arguments: JsonValue) -> dict[str, Tensor]:
         """A command whose results are tensors."""

@@ -8,6 +8,7 @@ expression. Answers are judged in exact fractions.
 
 import json
 import random
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
@@ -129,7 +130,16 @@ def demonstrate(options: CountdownOptions, table: pa.Table, seed: int) -> list[s
     a fixed cycle of operator patterns from a random start. A fraction ``options.persistence`` of the writers go on
     until a try passes (or the cycle is through); the others hand in their first try whatever its check says.
     """
-    rng = random.Random(f"countdown demonstrations {seed}")
+    return write_searches(options, table, random.Random(f"countdown demonstrations {seed}"), _demonstration)
+
+
+def write_searches(
+    options: CountdownOptions,
+    table: pa.Table,
+    rng: random.Random,
+    write: Callable[[list[int], int, list[tuple[str, ...]], bool], str],
+) -> list[str]:
+    """What ``write`` makes of each puzzle: of its numbers, target, a cycle of patterns, and whether to go on."""
     patterns = list(product(options.operators, repeat=options.numbers - 1))
     texts = []
     for reference in table.column("reference").to_pylist():
@@ -137,7 +147,7 @@ def demonstrate(options: CountdownOptions, table: pa.Table, seed: int) -> list[s
         start = rng.randrange(len(patterns))
         persistent = rng.random() < options.persistence
         cycle = patterns[start:] + patterns[:start]
-        texts.append(_demonstration(puzzle["numbers"], puzzle["target"], cycle, persistent))
+        texts.append(write(puzzle["numbers"], puzzle["target"], cycle, persistent))
     return texts
 
 

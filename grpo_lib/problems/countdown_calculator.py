@@ -6,9 +6,7 @@ Puzzles, prompts and rewards are those of ``countdown``. A response reads
 between ``<result>`` and ``</result>`` comes from the tool ``calculator`` (``rollout.agent``).
 """
 
-import json
 import random
-from itertools import product
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -37,15 +35,7 @@ def demonstrate(options: CountdownCalculatorData, table: pa.Table, seed: int) ->
     first.
     """
     rng = random.Random(f"countdown calculator demonstrations {seed}")
-    patterns = list(product(options.operators, repeat=options.numbers - 1))
-    texts = []
-    for reference in table.column("reference").to_pylist():
-        puzzle = json.loads(reference)
-        start = rng.randrange(len(patterns))
-        persistent = rng.random() < options.persistence
-        cycle = patterns[start:] + patterns[:start]
-        texts.append(_demonstration(puzzle["numbers"], puzzle["target"], cycle, persistent))
-    return texts
+    return countdown.write_searches(options, table, rng, _demonstration)
 
 
 def _demonstration(numbers: list[int], target: int, cycle: list[tuple[str, ...]], persistent: bool) -> str:
