@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from grpo_lib.config_algorithm import AlgorithmConfig
 from grpo_lib.config_base import Section, UrlWithoutSecrets
+from grpo_lib.config_placement import PipelineConfig, PlacementConfig
 from grpo_lib.config_rollout import RolloutConfig
 
 MAX_POSITIONS = 4096
@@ -329,21 +330,6 @@ class TrackingConfig(Section):
     rollout_samples: int = Field(8, ge=0, description="Rollouts an evaluation shown in MLflow's table.")
 
 
-class PlacementConfig(Section):
-    """Where stages run."""
-
-    kind: Literal["local"] = Field("local", description="`local`: in this process, engines stay warm.")
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto, cpu, cuda or cuda:N.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of torch; null: torch's own choice.")
-    ranks: int = Field(1, ge=1, le=1024, description="Processes of the trainer (backends fsdp2 and deepspeed).")
-    rank_timeout_seconds: float = Field(
-        1800, gt=0, description="A rank that does not answer for so long counts as lost; above the longest update."
-    )
-    peak_tflops: float | None = Field(
-        None, gt=0, description="Of one device, for model FLOPs utilisation; null: known for common GPUs."
-    )
-
-
 class RunConfig(Section):
     """A training run."""
 
@@ -369,6 +355,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
     placement: PlacementConfig = PlacementConfig()
+    pipeline: PipelineConfig = PipelineConfig()
 
     @field_validator("name")
     @classmethod
@@ -400,6 +387,17 @@ class RunConfig(Section):
                 "rollout.partial lets several policies draw a response; set "
                 "algorithm.rollout_correction.preset=decoupled_token_is to weight their tokens (or "
                 "algorithm.old_logprobs=bypass, which takes ratios to the policies that drew them)"
+            )
+        if self.pipeline.max_staleness and uncorrected:
+            raise ValueError(
+                f"pipeline.max_staleness={self.pipeline.max_staleness} lets an older policy draw the responses; set "
+                "algorithm.rollout_correction.preset=decoupled_token_is to weight their tokens (or "
+                "algorithm.old_logprobs=bypass, which takes ratios to the policy that drew them)"
+            )
+        if self.pipeline.max_staleness and rollout.partial is not None:
+            raise ValueError(
+                f"rollout.partial and pipeline.max_staleness={self.pipeline.max_staleness} exclude each other: what "
+                "goes on is known when an iteration's rollouts are done; remove one"
             )
         if rollout.shaped and uncorrected:
             raise ValueError(

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
@@ -39,11 +40,16 @@ SOCKET = "GRPO_RANKS_SOCKET"
 TOKEN = "GRPO_RANKS_TOKEN"
 """Environment: what a rank shows to be let in."""
 SHOW_STACK = signal.SIGUSR1
-"""A rank that gets it writes where its main thread is to the log."""
+"""A rank that gets it writes where its main thread is to `stack_file`."""
 PR_SET_PDEATHSIG = 1
 COLLECTIVE_SLACK_SECONDS = 30
 
 _progress_line: "Line | None" = None
+
+
+def stack_file(socket_path: str | Path, rank: int) -> Path:
+    """Where a rank writes its stack: a file of its own, or two ranks' lines would run into each other."""
+    return Path(socket_path).with_name(f"stack-{rank}")
 
 
 def report(**values: JsonValue) -> None:
@@ -94,9 +100,11 @@ def main() -> None:
     rank = int(os.environ.get("RANK", 0))
     if "RANK" in os.environ:  # when the torchrun agent dies; a parent without one may end the thread that started this
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    faulthandler.register(SHOW_STACK, all_threads=False)
+    address = os.environ.pop(SOCKET)
+    stack = stack_file(address, rank).open("wb")
+    faulthandler.register(SHOW_STACK, stack, all_threads=False)
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(os.environ.pop(SOCKET))
+    connection.connect(address)
     line = Line(connection)
     line.send({"kind": "hello", "token": os.environ.pop(TOKEN), "rank": rank, "pid": os.getpid()})
     commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

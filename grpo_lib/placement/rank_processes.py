@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_lib.placement.rank_main import SOCKET, TOKEN, Line
+from grpo_lib.placement.rank_main import SOCKET, TOKEN, Line, stack_file
 
 KILL_SECONDS = 2.0
 LONGEST_SOCKET_PATH = 100
@@ -68,6 +68,11 @@ class Processes:
                 except ProcessLookupError:
                     pass  # it ended in between
 
+    def stacks(self, name: str) -> str:
+        """What the ranks wrote when they were asked for their stacks, one after another."""
+        files = {rank: stack_file(self.folder / "socket", rank) for rank in sorted(self.members)}
+        return "".join(f"{name} {rank} is here:\n{file.read_text()}" for rank, file in files.items() if file.exists())
+
     def kill(self) -> None:
         """Kills the ranks, then torchrun; one that was not known yet finds no parent to connect to, and ends."""
         self.signal(signal.SIGKILL)
@@ -106,6 +111,10 @@ class Log:
 
     def __str__(self) -> str:
         return str(self.path) if self._kept else f"{self.path} (not kept)"
+
+    def add(self, text: str) -> None:
+        with self.path.open("a") as file:
+            file.write(text)
 
     def tail(self) -> str:
         """The last lines of this group."""

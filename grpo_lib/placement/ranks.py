@@ -34,7 +34,7 @@ GRACE_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
 SEND_SECONDS = 10.0
 POLL_SECONDS = 0.1
-STACK_SECONDS = 0.3
+STACK_SECONDS = 1.0
 
 
 class RankGroup:
@@ -227,6 +227,7 @@ class RankGroup:
     def _silent(self, waiting: set[int], seconds: float, command: str, began: float) -> RankLostError:
         self._processes.signal(SHOW_STACK)
         time.sleep(STACK_SECONDS)
+        self._log.add(self._processes.stacks(self._name))
         limit = f"{'start' if command == 'start' else 'command'}_seconds={seconds:g}"
         return self._lost(f"{self._with_pids(waiting)} did not answer within {limit},", command, began)
 
