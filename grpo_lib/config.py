@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from grpo_lib.config_algorithm import AlgorithmConfig
 from grpo_lib.config_base import Section, UrlWithoutSecrets
+from grpo_lib.config_branch import BranchConfig
 from grpo_lib.config_placement import PipelineConfig, PlacementConfig
 from grpo_lib.config_rollout import RolloutConfig
 
@@ -28,6 +29,9 @@ class StoreConfig(Section):
     uri: UrlWithoutSecrets = Field("grpo-store", min_length=1, description="A folder, or s3://bucket/prefix.")
     endpoint_url: UrlWithoutSecrets | None = Field(None, description="S3 endpoint, for services other than AWS.")
     region: str | None = Field(None, description="S3 region; credentials come from the environment, never from here.")
+    patience_seconds: float = Field(
+        120, ge=0, description="So long an S3 service that is away is asked again; wrong credentials fail at once."
+    )
 
 
 class SmallModelConfig(Section):
@@ -328,6 +332,9 @@ class TrackingConfig(Section):
     )
     experiment: str = Field("grpo", min_length=1, description="Name of the MLflow experiment.")
     rollout_samples: int = Field(8, ge=0, description="Rollouts an evaluation shown in MLflow's table.")
+    patience_seconds: float = Field(
+        120, ge=0, description="So long an MLflow server that is away is asked again; a refusal fails at once."
+    )
 
 
 class RunConfig(Section):
@@ -356,6 +363,7 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     placement: PlacementConfig = PlacementConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    branch: BranchConfig | None = Field(None, description="Of which run this is a branch; `grpo rerun` sets it.")
 
     @field_validator("name")
     @classmethod
@@ -409,6 +417,12 @@ class RunConfig(Section):
             )
         if rollout.vllm.adapters and (trainer.lora is None or rollout.engine != "vllm"):
             raise ValueError("rollout.vllm.adapters=true needs rollout.engine=vllm and trainer.lora; set both")
+        apart = self.placement.kind == "ray" and self.placement.ray.rollout_workers > 0
+        if rollout.vllm.adapters and (apart or self.pipeline.max_staleness):
+            raise ValueError(
+                "rollout.vllm.adapters=true needs the trainer beside the engine; with workers of their own or "
+                "pipeline.max_staleness the merged weights are handed over: set adapters=false"
+            )
         if rollout.partial is not None and self.algorithm.filters:
             raise ValueError(
                 "rollout.partial and algorithm.filters exclude each other: with a budget an iteration takes the "
@@ -515,7 +529,9 @@ class RunConfig(Section):
         """The given name, or one made from the problem and everything that shapes the result."""
         if self.name is not None:
             return self.name
-        left_out: dict[str, Any] = dict.fromkeys(("name", "store", "tracking", "placement", "checkpoint"), True)
+        left_out: dict[str, Any] = dict.fromkeys(
+            ("name", "store", "tracking", "placement", "checkpoint", "branch"), True
+        )
         shaping = self.model_dump(mode="json", exclude=left_out | {"rollout": {"vllm", "server"}})
         digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()
         return f"{self.data.problem}-s{self.seed}-{digest[:8]}"

@@ -10,7 +10,11 @@ from grpo_lib.tracking.mlflow import tracker_for
 from tasks.base import Stage, stage_task
 
 # The run's name is part of the key: another run of equal stages has an MLflow run of its own.
-PUBLISH = StageSpec(name="publish", version=1, reads=("run_name", "tracking"))
+PUBLISH = StageSpec(
+    name="publish",
+    version=1,
+    reads=("run_name", "tracking.uri", "tracking.experiment", "tracking.rollout_samples"),
+)
 
 
 @stage_task(PUBLISH)
