@@ -38,21 +38,18 @@ class Batches:
         self._run, self._data = run, data
         self._ahead = run.config.pipeline.max_staleness
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="rollouts")  # one after another: each follows the last
-        self._policies: list[ArtifactRef] = []
-        self._asked: list[Future[Batch]] = []
+        self._asked: dict[int, Future[Batch]] = {}
+        self._next = 0
         self._last: Batch | None = None
 
     def take(self, k: int, policy: ArtifactRef) -> Batch:
         """The batch of iteration ``k``, which starts from ``policy``: the call for k follows that for k - 1."""
-        assert k == len(self._policies), (k, len(self._policies))
-        self._policies.append(policy)
         if not self._ahead:
             return self._make(k, policy)
-        while len(self._asked) < min(k + self._ahead + 1, self._run.config.iterations):
-            place = len(self._asked)
-            drawn_by = self._policies[max(0, place - self._ahead)]
-            self._asked.append(self._pool.submit(copy_context().run, self._make, place, drawn_by))
-        return self._asked[k].result()
+        while self._next < min(k + self._ahead + 1, self._run.config.iterations):  # the first time several, then one
+            self._asked[self._next] = self._pool.submit(copy_context().run, self._make, self._next, policy)
+            self._next += 1
+        return self._asked.pop(k).result()
 
     def close(self, wait: bool) -> None:
         """Asks for no more; what is being generated is paid for, and is waited for if there is time."""
@@ -112,7 +109,7 @@ def _rollouts(
 
 def hand_over(run: Run, policy: ArtifactRef) -> None:
     """Commits the weights of a policy for engines that can't get them from the trainer."""
-    if hands_over(run.config) and policy.stage == "update":
+    if hands_over(run.config) and policy.stage == "update" and not weights.known(run, policy.iteration, policy):
         weights(run, policy.iteration, policy)
 
 
@@ -135,3 +132,10 @@ def results(futures: list[StageFuture]) -> list[ArtifactRef]:
     for future in futures:
         future.wait()
     return [future.result() for future in futures]
+
+
+def drop_done(futures: list[StageFuture]) -> None:
+    """Forgets those that are done; raises the first failure among them."""
+    for future in [each for each in futures if each.done]:
+        future.result()
+        futures.remove(future)

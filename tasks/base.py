@@ -24,11 +24,12 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 from prefect import get_run_logger, task
-from prefect.context import TaskRunContext
-from prefect.futures import PrefectFuture
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.futures import PrefectConcurrentFuture
 from pydantic import JsonValue
 
 from grpo_lib.errors import RankLostError, ServerLostError, StoreUnreachableError, TrackingError, WorkerLostError
+from grpo_lib.patience import AWAY
 from grpo_lib.placement.calls import StageCall, worker_role
 from grpo_lib.placement.clusters import cluster_of
 from grpo_lib.placement.code_version import module_digests
@@ -113,12 +114,17 @@ class Stage:
 class StageFuture:
     """The result to come of a stage that was submitted."""
 
-    def __init__(self, future: "PrefectFuture[ArtifactRef]", known: ArtifactRef | None) -> None:
+    def __init__(self, future: "PrefectConcurrentFuture[ArtifactRef]", known: ArtifactRef | None) -> None:
         self._future = future
         self._known = known
 
     def wait(self) -> None:
         self._future.wait()
+
+    @property
+    def done(self) -> bool:
+        """Whether ``result`` would return at once."""
+        return self._future.wrapped_future.done()
 
     def result(self) -> ArtifactRef:
         """Raises what the stage raised. What the store knew beforehand counts, not what Prefect remembers of it."""
@@ -164,6 +170,15 @@ def planned_by(planner: Planner) -> Iterator[None]:
         yield
     finally:
         _planner.reset(token)
+
+
+def forget_results() -> None:
+    """Drops what Prefect remembers of results that nobody holds any more: in long runs that is most of the memory."""
+    context = FlowRunContext.get()
+    if context is not None:
+        for key, (_, _, result) in list(context.run_results.items()):
+            if result is not None and result() is None:
+                context.run_results.pop(key, None)
 
 
 class StageTask:
@@ -289,8 +304,9 @@ class StageTask:
         if ref is not None:
             return ref
         progress().stage_started(self.spec.name, iteration)
-        config, known = run.at(self.spec.name, iteration, shard).config, run.external(self.spec.name, iteration, external)
-        with run.stages.attempt(self.spec, config, key, artifacts(inputs), iteration, shard, known) as attempt:
+        config = run.at(self.spec.name, iteration, shard).config
+        outside = run.external(self.spec.name, iteration, external)
+        with run.stages.attempt(self.spec, config, key, artifacts(inputs), iteration, shard, outside) as attempt:
             return self.body(Stage(run, self.spec, iteration, shard, key, attempt, external), *inputs)
 
     def _elsewhere(
@@ -388,13 +404,15 @@ def _task_run_name() -> str:
 
 
 def _worth_a_retry(task: Any, task_run: Any, state: Any) -> bool:
-    """Only what may pass by itself: a store, MLflow or generation servers that don't answer, a rank or worker that is
-    gone and starts anew.
+    """Only what may pass by itself: a disk that is full for a moment, generation servers that don't answer, a rank or
+    worker that is gone and starts anew.
 
-    All else fails the same way again.
+    All else fails the same way again, or was waited for already.
     """
     try:
         state.result()
+    except AWAY:
+        return False
     except (StoreUnreachableError, TrackingError, RankLostError, ServerLostError, WorkerLostError):
         return True
     except BaseException:

@@ -1,5 +1,6 @@
 """The workers that a configuration means, if it means any: Ray is imported only then."""
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,13 @@ if TYPE_CHECKING:
     from grpo_lib.placement.ray_cluster import Cluster
 
 RAY = "grpo_lib.placement.ray_cluster"
+
+
+def ray_folder() -> str:
+    """Temporary folder of the nodes that work. The head has another: a driver that finds its node joins that one,
+    and would end with it.
+    """
+    return os.path.join(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
 
 
 def cluster_of(config: RunConfig) -> "Cluster":

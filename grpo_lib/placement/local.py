@@ -340,6 +340,13 @@ def end_processes() -> None:
         each.end_processes()
 
 
+def close_all() -> None:
+    """Lets all engines of this process go; the next that needs them makes others."""
+    for each in _current.values():
+        each.close()
+    _current.clear()
+
+
 _LOCK = threading.Lock()
 _current: dict[tuple[str, str, str], Workers] = {}
 

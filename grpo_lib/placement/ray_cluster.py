@@ -1,53 +1,42 @@
-"""Ray's one door: finds and makes the workers of a cluster, and has stages run by them.
+"""The workers of a run: one for each unit of the resources ``ROLLOUT``, ``TRAIN`` and ``SCORE`` that it asks for.
 
-Workers are named, detached actors, one for each unit of the resources ``ROLLOUT``, ``TRAIN`` and ``SCORE`` that a run
-asks for. They outlive flows, keep their engines warm, and are restarted by Ray when they are killed. Ray never runs a
-stage again by itself (``max_task_retries=0``): that is the Prefect task's to decide, which first waits here until the
-worker is ready again. Only JSON goes over the wire; data goes through the store.
+A stage goes to a worker that is free; the caller waits for it, relays what it says, and cancels it when it is itself
+cancelled. When a worker is lost the stage fails, and whether to try again is the Prefect task's to decide: the next
+attempt first waits here until the worker is ready again. Only JSON goes over the wire; data goes through the store.
 """
 
 import json
-import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-# Read when Ray is imported. The head may be gone for minutes: calls of workers go on without it.
-os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
-if Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser().is_file():
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-
-import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from grpo_lib.config import RunConfig
 from grpo_lib.config_placement import RayConfig
 from grpo_lib.errors import ConfigError, StageCancelledError, WorkerError, WorkerLostError
-from grpo_lib.placement.calls import ROLES, StageCall
+from grpo_lib.placement.calls import StageCall
 from grpo_lib.placement.code_version import code_digest
 from grpo_lib.placement.failures import error_class
-from grpo_lib.placement.ray_worker import StageWorker
+from grpo_lib.placement.ray_connection import (
+    GONE,
+    POLL_SECONDS,
+    answer_of,
+    connect,
+    end,
+    is_dead,
+    offered,
+    restart,
+    worker_handle,
+    worker_name,
+)
 from grpo_lib.placement.worker_status import WorkerStatus
 from grpo_lib.progress import progress
 from grpo_lib.storage.manifests import ArtifactRef
 
-NAMESPACE = "grpo"
-TEMPORARY_FOLDER = "/tmp/ray"
-"""Of the nodes that work. A driver that does not name it would join the head's own node, and end with it."""
-ANSWER_SECONDS = 10.0
-"""Within which a living worker answers a question."""
-POLL_SECONDS = 0.5
 CANCEL_SECONDS = 10.0
 """For which a cancelled stage may go on until its worker is killed."""
 RETRY_SECONDS = 0.5
-GONE = (RayError, ConnectionError, OSError)
-"""What a lost worker or cluster looks like."""
-
 Message = Mapping[str, Any]
 OnMessage = Callable[[Message], None]
 
@@ -96,12 +85,12 @@ class Cluster:
             deadline = time.monotonic() + self._ray.stage_seconds
             name = worker_name(role, place)
             try:
-                answer = json.loads(self._ask(worker.start.remote(call.model_dump_json())))
+                answer = json.loads(answer_of(worker.start.remote(call.model_dump_json())))
                 if "stale" in answer:
                     progress().note(f"{name} starts anew: {answer['stale']}")
-                    ray.kill(worker, no_restart=False)
+                    restart(worker)
                     worker = self._ready(role, place, time.monotonic() + self._wait)
-                    answer = json.loads(self._ask(worker.start.remote(call.model_dump_json())))
+                    answer = json.loads(answer_of(worker.start.remote(call.model_dump_json())))
             except GONE as error:
                 raise _lost(name, call, error) from error
             if "refused" in answer:
@@ -134,7 +123,7 @@ class Cluster:
                     f"{call.name} on {name} took longer than placement.ray.stage_seconds="
                     f"{self._ray.stage_seconds:g} and was cancelled; raise it, or look at the worker's log"
                 )
-            messages = json.loads(self._ask(worker.poll.remote(job, seen, POLL_SECONDS)))
+            messages = json.loads(answer_of(worker.poll.remote(job, seen, POLL_SECONDS)))
             if messages is None:
                 raise WorkerLostError(f"{name} was killed while it ran {call.name}, and is there again")
             for message in messages:
@@ -149,24 +138,16 @@ class Cluster:
         """Stops a stage: at its next sign of life, or with its worker."""
         until = time.monotonic() + CANCEL_SECONDS
         try:
-            self._ask(worker.cancel.remote(job))
+            answer_of(worker.cancel.remote(job))
             seen = 0
             while time.monotonic() < until:
-                messages = json.loads(self._ask(worker.poll.remote(job, seen, POLL_SECONDS)))
+                messages = json.loads(answer_of(worker.poll.remote(job, seen, POLL_SECONDS)))
                 if messages is None or any(each["kind"] in ("done", "failed") for each in messages):
                     return
                 seen += len(messages)
-            ray.kill(worker, no_restart=False)
+            restart(worker)
         except GONE:
             pass  # it is gone already
-
-    def _ask(self, answer: Any) -> Any:
-        """Waits in small steps: a blocking `ray.get` would see a signal only at its end."""
-        until = time.monotonic() + ANSWER_SECONDS + POLL_SECONDS
-        while not ray.wait([answer], timeout=POLL_SECONDS)[0]:
-            if time.monotonic() > until:
-                raise GetTimeoutError(f"no answer within {ANSWER_SECONDS:g} s")
-        return ray.get(answer)
 
     @contextmanager
     def _taken(self, role: str) -> Iterator[tuple[int, Any]]:
@@ -207,23 +188,20 @@ class Cluster:
         while True:
             try:
                 worker = self._worker(role, place)
-                status = WorkerStatus.model_validate_json(self._ask(worker.status.remote()))
+                status = WorkerStatus.model_validate_json(answer_of(worker.status.remote()))
                 wrong = self._unfit(status, role)
                 if wrong is None:
                     return worker
                 if restarted:
                     raise ConfigError(f"worker {name} on {status.host} {wrong}; install the same version there")
                 progress().note(f"{name} starts anew: it {wrong}")
-                ray.kill(worker, no_restart=True)
+                end(worker)
                 del self._handles[name]
                 restarted, problem = True, wrong
-            except ActorUnavailableError as error:
-                problem = error  # it starts again
-            except ActorDiedError as error:
-                self._handles.pop(name, None)
-                problem = error
             except GONE as error:
                 problem = error
+                if is_dead(error):
+                    self._handles.pop(name, None)
             if self._stopped.is_set():
                 raise StageCancelledError("the flow ends")
             if time.monotonic() > deadline:
@@ -245,35 +223,19 @@ class Cluster:
         if name not in self._handles:
             with self._connecting:
                 connect(self._ray.address)
-            self._handles[name] = self._actor(role, place)
+            self._handles[name] = worker_handle(role, place, _gpus(self._ray)[role])
         return self._handles[name]
-
-    def _actor(self, role: str, place: int) -> Any:
-        gpus = _gpus(self._ray)[role]
-        options: dict[str, Any] = {
-            "name": worker_name(role, place),
-            "namespace": NAMESPACE,
-            "lifetime": "detached",
-            "get_if_exists": True,
-            "max_restarts": -1,
-            "max_task_retries": 0,
-            "max_concurrency": 16,
-            "num_cpus": 0,
-            "num_gpus": gpus,
-            "resources": {role.upper(): 1},
-        }
-        return ray.remote(StageWorker).options(**options).remote(worker_name(role, place), role, gpus)
 
     def _missing(self, role: str, name: str, problem: BaseException | str) -> str:
         resource, count = role.upper(), asked(self._ray)[role]
         start = f"start one with `grpo worker --role {role} --address {self._ray.address}`, or all with `grpo up`"
         try:
-            offered = _within(ANSWER_SECONDS, ray.cluster_resources).get(resource, 0)
+            there = offered(resource)
         except Exception:
             return f"no Ray cluster answers at {self._ray.address} ({_line(problem)}); {start}"
-        if offered < count:
+        if there < count:
             return (
-                f"the run asks for {count} x {resource} (placement.ray), the cluster offers {offered:g}, and nobody "
+                f"the run asks for {count} x {resource} (placement.ray), the cluster offers {there:g}, and nobody "
                 f"offered more within placement.wait={self._wait:g} s; {start}"
             )
         gpus = _gpus(self._ray)[role]
@@ -290,62 +252,6 @@ class _Ended(Exception):
         self.error = error
 
 
-def connect(address: str) -> None:
-    """Joins the cluster as a driver, once.
-
-    Raises:
-        ConnectionError: nobody answers there, or the token does not fit.
-    """
-    if ray.is_initialized():
-        return
-    try:
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            _temp_dir=TEMPORARY_FOLDER,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise ConnectionError(str(error)) from error
-
-
-def _within(seconds: float, ask: Callable[[], Any]) -> Any:
-    """The head's answer; it gives none while it is gone."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        return pool.submit(ask).result(seconds)
-    finally:
-        pool.shutdown(wait=False)
-
-
-def statuses(address: str) -> list[WorkerStatus]:
-    """What every worker of a cluster says of itself.
-
-    Raises:
-        ConnectionError: no cluster answers.
-    """
-    connect(address)
-    found: dict[str, Any] = {}
-    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
-    for name in sorted(names):
-        found[name] = ray.get_actor(name, namespace=NAMESPACE).status.remote()
-    ray.wait(list(found.values()), num_returns=len(found), timeout=ANSWER_SECONDS) if found else None
-    return [_status(name, answer) for name, answer in found.items()]
-
-
-def _status(name: str, answer: Any) -> WorkerStatus:
-    try:
-        return WorkerStatus.model_validate_json(ray.get(answer, timeout=0.1))
-    except RayActorError:
-        state = "starting"
-    except RayError:
-        state = "unreachable"
-    role = next((each for each in ROLES if f"-{each}-" in name), "?")
-    return WorkerStatus(name=name, role=role, host="", pid=0, state=state)
-
-
 def asked(config: RayConfig) -> dict[str, int]:
     """Workers that a run asks for, by role."""
     counts = {"train": 1, "rollout": config.rollout_workers, "score": config.score_workers}
@@ -354,10 +260,6 @@ def asked(config: RayConfig) -> dict[str, int]:
 
 def _gpus(config: RayConfig) -> dict[str, float]:
     return {"train": config.train_gpus, "rollout": config.rollout_gpus, "score": config.score_gpus}
-
-
-def worker_name(role: str, place: int) -> str:
-    return f"grpo-{role}-{place}"
 
 
 def _error(message: Message, name: str) -> BaseException:
