@@ -4,7 +4,7 @@ from prefect import flow
 
 from flows.batches import evaluation
 from grpo_lib.config import RunConfig
-from grpo_lib.errors import NotFoundError
+from grpo_lib.errors import ConfigError, NotFoundError
 from grpo_lib.placement.clusters import attach, stop_clusters
 from grpo_lib.placement.devices import use_threads
 from grpo_lib.placement.local import end_processes
@@ -34,6 +34,12 @@ def run_evaluation(config: RunConfig, version: int | None) -> dict[str, float]:
     use_threads(config.placement.threads)
     attach(config)
     policy = policy_of(run, version)
+    made = policy_version(policy)
+    if run.shares("evaluate", made):
+        owner = run.at("evaluate", made).name
+        raise ConfigError(
+            f"policy {made} of branch {run.name!r} is run {owner!r}'s; `grpo evaluate {owner} -k {made}` judges it"
+        )
     data = dataset(run, None, external=data_digests(config))
     result = evaluation(run, policy_version(policy), data, policy.to_ref(reused=True))
     summary = run.stages.manifest(result).summary

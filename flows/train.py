@@ -8,11 +8,13 @@ from prefect import Flow, flow
 from prefect.client.schemas.objects import FlowRun
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.batches import Batch, Batches, evaluation, hand_over, is_evaluated, results
+from flows.batches import Batch, Batches, drop_done, evaluation, hand_over, is_evaluated, results
 from flows.fork import go_on_from_base
 from flows.report import RunReport, report
 from grpo_lib.config import RunConfig
 from grpo_lib.generation.agents import agent_digests
+from grpo_lib.mending import mended
+from grpo_lib.patience import impatient
 from grpo_lib.placement.clusters import attach, stop_clusters
 from grpo_lib.placement.devices import use_threads
 from grpo_lib.placement.local import end_processes
@@ -20,10 +22,12 @@ from grpo_lib.preflight import check_surroundings, data_digests, model_digests
 from grpo_lib.progress import progress
 from grpo_lib.recipe import extra_stages, plugin_digests
 from grpo_lib.run import Run, open_run
+from grpo_lib.storage.lease import held_by_another, holding
 from grpo_lib.storage.stages import ArtifactRef
-from grpo_lib.tracking.mlflow import tracker_for, tracking_uri
+from grpo_lib.tracking.address import tracking_uri
+from grpo_lib.tracking.mlflow import tracker_for
 from tasks.advantage import advantage
-from tasks.base import StageFuture
+from tasks.base import StageFuture, forget_results
 from tasks.dataset import dataset
 from tasks.logprobs import old_logprobs, ref_logprobs, values
 from tasks.policy import pretrained, warm_start
@@ -54,8 +58,12 @@ def flow_run_name() -> str:
 
 def mark_failed(flow: Flow[..., Any], flow_run: FlowRun, state: Any) -> None:
     """Closes the MLflow run as failed; resuming opens it again. A run that never got as far has none."""
-    if "mlflow" in sys.modules:
-        tracker_for(Run(RunConfig.model_validate(flow_run.parameters["config"]))).finish("FAILED")
+    if "mlflow" not in sys.modules:
+        return
+    run = Run(RunConfig.model_validate(flow_run.parameters["config"]))
+    with impatient():
+        if not held_by_another(run):  # this flow was refused, or overtaken
+            tracker_for(run).finish("FAILED")
 
 
 @flow(
@@ -82,13 +90,14 @@ def run_training(config: RunConfig) -> RunReport:
     """Iterations from the first policy to the last."""
     check_surroundings(config)
     use_threads(config.placement.threads)
-    attach(config)
     run = Run(config)
-    data = dataset(run, None, external=data_digests(config))
-    open_run(config)
-    go_on_from_base(run)
-    results(every_stage(run, data))
-    return report(run)
+    with holding(run) as lease, mended(run):
+        attach(config, lease.epoch)
+        data = dataset(run, None, external=data_digests(config))
+        open_run(config)
+        go_on_from_base(run)
+        results(every_stage(run, data))
+        return report(run)
 
 
 def every_stage(run: Run, data: ArtifactRef) -> Publications:
@@ -106,6 +115,8 @@ def every_stage(run: Run, data: ArtifactRef) -> Publications:
             progress().stage_advanced("iteration", None, k, config.iterations, 0)
             state = iterate(run, k, batches.take(k, state.policy), initial, state, published)
             published += milestones(run, k + 1, data, state.policy)
+            drop_done(published)
+            forget_results()
     except BaseException as error:
         batches.close(wait=isinstance(error, Exception))
         raise

@@ -375,6 +375,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _parts_fit(self) -> "RunConfig":
         rollout, trainer, optimizer = self.rollout, self.trainer, self.trainer.optimizer
+        if self.branch is not None and self.name in (None, self.branch.run):
+            raise ValueError(f"a branch of run {self.branch.run!r} needs a name of its own: set name")
         if self.model.path is None and self.warm_start is None:
             raise ValueError("model.path is null and there is no warm_start: name a model, or add `warm_start: {}`")
         if self.model.path is not None and self.warm_start is not None:

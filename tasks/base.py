@@ -37,6 +37,7 @@ from grpo_lib.placement.local import Workers, workers
 from grpo_lib.progress import progress
 from grpo_lib.run import Run
 from grpo_lib.storage.keys import ConfigView, StageSpec
+from grpo_lib.storage.lease import check_lease
 from grpo_lib.storage.stages import ArtifactRef, Attempt, InputRef
 
 Input = ArtifactRef | Sequence[ArtifactRef] | None
@@ -93,6 +94,11 @@ class Stage:
         """Reports progress in rows or steps."""
         progress().stage_advanced(self.name, self.iteration, done, total, tokens)
 
+    @property
+    def again(self) -> bool:
+        """Whether the stage was done before, and what it committed has been damaged."""
+        return self._attempt.remake is not None
+
     def write_file(self, name: str, source: Any) -> None:
         self._attempt.write_file(name, source)
 
@@ -140,6 +146,10 @@ class KnownResult(StageFuture):
 
     def wait(self) -> None:
         pass
+
+    @property
+    def done(self) -> bool:
+        return True
 
     def result(self) -> ArtifactRef:
         return self._ref
@@ -255,6 +265,7 @@ class StageTask:
         shard: int,
         external: Mapping[str, str] | None = None,
     ) -> tuple[ArtifactRef | None, Any, dict[str, Any]]:
+        check_lease(run)
         key = run.key(self.spec, artifacts(inputs), iteration, shard, external)
         known = run.stages.find(self.spec, key, iteration, shard)
         if known is None:

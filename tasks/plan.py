@@ -16,6 +16,7 @@ from grpo_lib.config_branch import DRAWN
 from grpo_lib.errors import NotFoundError
 from grpo_lib.run import Run
 from grpo_lib.storage.explain import Difference, key_differences
+from grpo_lib.storage.keys import stage_key
 from grpo_lib.storage.manifests import ArtifactRef, Manifest
 from tasks.base import Input, StageTask, artifacts
 
@@ -36,6 +37,8 @@ class Call:
     inputs: tuple[Input, ...]
     shard: int
     external: dict[str, str]
+    outside: dict[str, str]
+    """What else its key depends on: ``external`` and, of a branch's first stage, the branch."""
     key: str
     committed: Manifest | None
     """With exactly this key; None: the stage would run."""
@@ -56,8 +59,7 @@ class Call:
         if self.before is None:
             return []
         config = self.run.at(self.stage, self.iteration, self.shard).config
-        external = self.run.external(self.stage, self.iteration, self.external)
-        found = key_differences(self.before, self.task.spec, config, artifacts(self.inputs), external)
+        found = key_differences(self.before, self.task.spec, config, artifacts(self.inputs), self.outside)
         if not found and self.before.key != self.key:
             found = [Difference(component="key", name=self.stage, old=self.before.key, new=self.key)]
         return found
@@ -68,11 +70,12 @@ class Plan:
 
     Args:
         iteration: the last that is planned; None: only what comes before the first.
+        anew: the first stage of a branch runs in any case; False: only if something differs.
     """
 
-    def __init__(self, run: Run, iteration: int | None) -> None:
+    def __init__(self, run: Run, iteration: int | None, *, anew: bool = True) -> None:
         self.calls: list[Call] = []
-        self._run, self._iteration = run, iteration
+        self._iteration, self._anew = iteration, anew
         self._lock = threading.Lock()
         self._pending: set[str] = set()  # manifests that stand in for what would run, or may come out differently
         self._known: dict[tuple[str, int | None, str], Manifest] = {}
@@ -111,7 +114,8 @@ class Plan:
         external: dict[str, str],
     ) -> ArtifactRef:
         stage, refs = task.spec.name, artifacts(inputs)
-        key = run.key(task.spec, refs, iteration, shard, external)
+        outside = run.external(stage, iteration, external) if self._anew else external
+        key = stage_key(task.spec, run.at(stage, iteration, shard).config, refs, iteration, shard, outside)
         place = (stage, iteration, key)
         committed = self._known.get(place)
         if committed is None and place not in self._damaged:
@@ -126,6 +130,7 @@ class Plan:
                 inputs=inputs,
                 shard=shard,
                 external=external,
+                outside=outside,
                 key=key,
                 committed=committed,
                 before=before,

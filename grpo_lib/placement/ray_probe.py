@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, and left out of its stub
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import AuthenticationError, RayError
 

@@ -1,0 +1,63 @@
+"""`make chaos`: many small runs, in each of which something is killed or fails, as their seeds say.
+
+    python -m tests.chaos --seeds 200
+    python -m tests.chaos --seed 17        # that one again
+
+Prints a line a seed, and ends with code 1 if one of them went wrong.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.chaos.play import Game, Outcome
+from tests.chaos.scenario import draw
+from tests.chaos.world import world
+
+HEADER = f"{'seed':>5}  {'store':6}  {'what happened':74}  {'flows':>5}  {'seconds':>7}  {'rollouts':>14}  end"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=20, help="How many, from --first on.")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="Only this one.")
+    parser.add_argument("--json", type=Path, help="File for the outcomes.")
+    parser.add_argument("--keep", type=Path, help="Folder for stores and logs; default: a temporary one.")
+    options = parser.parse_args()
+    seeds = range(options.first, options.first + options.seeds) if options.seed is None else [options.seed]
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="grpo-chaos-") as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        with world(folder.resolve()) as where:
+            print(HEADER, flush=True)
+            for seed in seeds:
+                outcomes.append(Game(where, draw(seed)).play())
+                print(line(outcomes[-1]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
+    bad = [each for each in outcomes if each.problems]
+    again = sum(each.in_flight for each in outcomes)
+    print(f"{len(outcomes)} runs, {len(bad)} went wrong; {again} rollouts had to be generated again")
+    return 1 if bad else 0
+
+
+def line(outcome: Outcome) -> str:
+    """Of the table."""
+    scenario = outcome.scenario
+    counts = f"{outcome.generated} = {outcome.committed} + {outcome.in_flight}"
+    end = "; ".join(outcome.problems) or "the same"
+    return (
+        f"{scenario.seed:>5}  {scenario.store:6}  {', '.join(outcome.happened):74}  {outcome.flows:>5}  "
+        f"{outcome.seconds:>7.1f}  {counts:>14}  {end}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The small Countdown case on two workers, and where one run of it lies."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_lib.config import RunConfig
+from grpo_lib.config_files import make_config
+from grpo_lib.run import Run
+from grpo_lib.storage.paths import is_manifest, run_folder
+from tests.flows.tiny import TINY
+
+ITERATIONS = 4
+CASE: dict[str, Any] = TINY | {
+    "name": "chaos",
+    "iterations": ITERATIONS,
+    "algorithm": {"kl": {"coef": 0.01}, "entropy_coef": 0.01},
+    "rollout": {"prompts": 4, "samples": 4, "shards": 2, "max_prompt_tokens": 24, "max_new_tokens": 16},
+}
+RANKS = {"trainer": {"optimizer": {"lr": 1e-3}, "backend": "fsdp2"}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A run of the case."""
+
+    folder: Path
+    """For its log, MLflow's file, and the store if that is a folder."""
+    store: dict[str, Any]
+    """As the run sees it."""
+    direct: dict[str, Any]
+    """As the tests do."""
+    tracking: dict[str, Any]
+    address: str
+    """Of the head."""
+    ranks: int
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The configuration."""
+        placement = {
+            "kind": "ray",
+            "ray": {"address": self.address},
+            "threads": 1,
+            "device": "cpu",
+            "ranks": self.ranks,
+        }
+        more = {"store": self.store, "tracking": self.tracking, "placement": placement}
+        return CASE | more | (RANKS if self.ranks > 1 else {})
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "flow.log"
+
+    def run(self) -> Run:
+        """For a look at what it has committed."""
+        return Run(make_config(self.values | {"store": self.direct}))
+
+    def config(self) -> RunConfig:
+        return make_config(self.values)
+
+    def committed(self) -> set[str]:
+        """Paths of its manifests."""
+        return {info.path for info in self.run().objects.list(run_folder("chaos")) if is_manifest(info.path)}
+
+
+def copy(source: Run, target: Run) -> None:
+    """Everything in one store into another."""
+    for info in source.objects.list(""):
+        target.objects.put_bytes(info.path, source.objects.get(info.path))

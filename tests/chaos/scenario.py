@@ -1,0 +1,67 @@
+"""What happens in a chaos run: drawn from its seed alone."""
+
+import random
+from dataclasses import dataclass
+
+KINDS = (
+    "rollout worker", "flow", "store gone", "train worker", "flow", "ray head", "rollout worker", "prefect", "flow",
+    "store failing", "train worker", "quota", "flow", "rollout worker", "mlflow", "store gone", "rank", "flow",
+    "ray node", "train worker",
+)  # fmt: skip
+"""The first thing that happens goes round these, so that twenty seeds in a row meet with everything."""
+FURTHER = ("flow", "flow", "flow", "rollout worker", "train worker")
+"""What may happen besides, in the same run."""
+AWAY = ("store gone", "store failing", "quota")
+"""What passes after ``Fault.seconds``. `grpo up` starts killed services again by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something is killed or fails."""
+
+    kind: str
+    after: float
+    """Of the stages that the run commits, the part that is there by then."""
+    delay: float
+    """Seconds after that."""
+    seconds: float
+    """How long it lasts, if it passes by itself."""
+
+    def __str__(self) -> str:
+        lasting = f" for {self.seconds:.1f} s" if self.kind in AWAY else ""
+        return f"{self.kind}{lasting} at {self.after:.0%} + {self.delay:.2f} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    seed: int
+    store: str
+    """folder or s3."""
+    tracking: str
+    """file or server."""
+    ranks: int
+    faults: tuple[Fault, ...]
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    dice = random.Random(seed)
+    kinds = [KINDS[seed % len(KINDS)]]
+    kinds += [dice.choice(FURTHER) for _ in range(dice.choice((0, 0, 1, 2)))]
+    faults = [
+        Fault(
+            kind=kind,
+            after=dice.uniform(0.05, 0.9),
+            delay=dice.choice((0.0, dice.uniform(0, 0.5))),
+            seconds=dice.uniform(0.5, 6),
+        )
+        for kind in kinds
+    ]
+    on_s3 = any(kind.startswith("store") for kind in kinds)
+    return Scenario(
+        seed=seed,
+        store="s3" if on_s3 or ("quota" not in kinds and "rank" not in kinds and dice.random() < 0.15) else "folder",
+        tracking="server" if "mlflow" in kinds else "file",
+        ranks=2 if "rank" in kinds else 1,
+        faults=tuple(sorted(faults, key=lambda each: each.after)),
+    )

@@ -1,0 +1,157 @@
+"""Where the chaos runs: what `grpo up` starts, an S3 server behind a proxy that can fail, and undisturbed runs."""
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_lib.storage.manifests import Manifest
+from tests.chaos.case import Place, copy
+from tests.faulty_proxy import FaultyProxy
+from tests.flow_processes import FlowProcess, start_server
+from tests.ray_set import RaySet
+from tests.s3_server import CREDENTIALS, s3_server
+
+BUCKET = "chaos"
+FIRST_SECONDS = 300
+Points = list[tuple[str, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What an undisturbed run comes to."""
+
+    artifacts: dict[str, str]
+    """Content digest by path; but for `publish`, whose metrics are seconds as well, and which so differs in every run.
+    """
+    published: list[tuple[int | None, int]]
+    """Iteration and number of its points."""
+    policy: str
+    """Digest of the last policy."""
+    points: Points
+    """Key and step of each metric point, in order."""
+    begun: int
+    """Manifests that are there before anything happens."""
+
+
+class World:
+    """Everything that a run uses, and that scenarios kill."""
+
+    def __init__(self, folder: Path, services: RaySet, s3: str) -> None:
+        self.folder, self.services, self._s3 = folder, services, s3
+        self.proxy = FaultyProxy(s3, stall_seconds=2)
+        self._empty = folder / "empty.db"
+        self._expected: dict[tuple[str, int], tuple[Place, Expected]] = {}
+
+    def prepare(self) -> None:
+        """An empty MLflow database, to be copied: to make one takes seconds; and the bucket."""
+        with sqlite3.connect(self.services.mlflow_database) as made, sqlite3.connect(self._empty) as empty:
+            made.backup(empty)
+        import boto3
+
+        boto3.client("s3", endpoint_url=self._s3, region_name="us-east-1").create_bucket(Bucket=BUCKET)
+
+    def place(self, name: str, store: str, tracking: str, ranks: int) -> Place:
+        """A fresh place for a run."""
+        folder = self.folder / name
+        folder.mkdir()
+        direct: dict[str, Any] = {"uri": str(folder / "store")}
+        seen = direct
+        if store == "s3":
+            direct = {"uri": f"s3://{BUCKET}/{name}", "endpoint_url": self._s3, "region": "us-east-1"}
+            seen = direct | {"endpoint_url": self.proxy.url}
+        uri = f"sqlite:///{folder}/mlflow.db" if tracking == "file" else self.services.mlflow_url
+        if tracking == "file":
+            shutil.copy(self._empty, folder / "mlflow.db")
+        return Place(
+            folder=folder,
+            store=seen,
+            direct=direct,
+            tracking={"uri": uri, "experiment": name},
+            address=self.services.state.ray_address,
+            ranks=ranks,
+        )
+
+    def undisturbed(self, store: str, ranks: int) -> Expected:
+        """Of such a run; made when it is first asked for."""
+        if (store, ranks) not in self._expected:
+            start = self.place(f"start-{store}-{ranks}", store, "file", ranks)
+            _finish(FlowProcess("warm_start", start.values, start.log), start)
+            place = self.place(f"undisturbed-{store}-{ranks}", store, "file", ranks)
+            copy(start.run(), place.run())
+            _finish(FlowProcess("train", place.values, place.log), place)
+            self._expected[store, ranks] = start, self.found(place, begun=len(start.committed()))
+        return self._expected[store, ranks][1]
+
+    def begin(self, place: Place) -> None:
+        """Puts what an undisturbed run begins with into a fresh place: it has trained the small model already."""
+        kind = "s3" if str(place.store["uri"]).startswith("s3:") else "folder"
+        self.undisturbed(kind, place.ranks)
+        copy(self._expected[kind, place.ranks][0].run(), place.run())
+
+    def found(self, place: Place, begun: int) -> Expected:
+        """What a run came to."""
+        manifests = place.run().stages.manifests()
+        updates = [each for each in manifests if each.stage == "update"]
+        return Expected(
+            artifacts={each.path: each.digest for each in manifests if each.stage != "publish"},
+            published=sorted(((each.iteration, each.rows) for each in manifests if each.stage == "publish"), key=str),
+            policy=str(updates[-1].summary["policy_digest"]) if updates else "none",
+            points=self.points(place),
+            begun=begun,
+        )
+
+    def points(self, place: Place) -> Points:
+        """What MLflow's database holds of the run."""
+        database = self.services.mlflow_database
+        if str(place.tracking["uri"]).startswith("sqlite"):
+            database = place.folder / "mlflow.db"
+        query = (
+            "select metrics.key, metrics.step from metrics join runs using (run_uuid) join experiments using"
+            " (experiment_id) where experiments.name = ? order by metrics.key, metrics.step"
+        )
+        with sqlite3.connect(database) as connection:
+            return [(str(key), int(step)) for key, step in connection.execute(query, [place.tracking["experiment"]])]
+
+    def verify(self, place: Place) -> None:
+        """Reads every part of every artifact and compares it with its manifest."""
+        stages = place.run().stages
+        for each in stages.manifests():
+            stages.verify(each.to_ref(reused=True))
+
+
+@contextmanager
+def world(folder: Path) -> Iterator[World]:
+    """All is up; afterwards nothing is left."""
+    services = RaySet({"rollout": 1, "train": 1})
+    before = dict(os.environ)
+    os.environ.update(services.environment | CREDENTIALS)
+    services.environment |= CREDENTIALS
+    try:
+        services.start()
+        start_server()
+        with s3_server() as s3:
+            made = World(folder, services, s3)
+            made.prepare()
+            yield made
+            made.proxy.close()
+    finally:
+        left = services.stop()
+        os.environ.clear()
+        os.environ.update(before)
+    assert not left, f"processes outlived their set: {[each.pid for each in left]}"
+
+
+def rollouts(manifests: list[Manifest]) -> list[Manifest]:
+    return [each for each in manifests if each.stage == "rollout"]
+
+
+def _finish(flow: FlowProcess, place: Place) -> None:
+    code = flow.wait(FIRST_SECONDS)
+    if code != 0:
+        flow.kill()
+        raise RuntimeError(f"an undisturbed run ended with {code}: {place.log.read_text()[-3000:]}")
