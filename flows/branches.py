@@ -11,6 +11,7 @@ from grpo_lib.config_branch import ORDER
 from grpo_lib.errors import ConfigError, CorruptError, NotFoundError
 from grpo_lib.plugins import load_plugins
 from grpo_lib.preflight import data_digests
+from grpo_lib.progress import Silent, progress, show_progress_on
 from grpo_lib.recipe import check_algorithm
 from grpo_lib.run import Run, differences, load_run
 from grpo_lib.storage.paths import run_file
@@ -71,7 +72,8 @@ def plan_rerun(
 
 def planned(run: Run, iteration: int | None, *, anew: bool = True) -> Plan:
     """What the flow would call, up to the end of an iteration."""
-    plan = Plan(run, iteration, anew=anew)
+    plan, sink = Plan(run, iteration, anew=anew), progress()
+    show_progress_on(Silent())  # nothing is done
     try:
         with planned_by(plan):
             every_stage(run, dataset(run, None, external=data_digests(run.config)))
@@ -80,6 +82,8 @@ def planned(run: Run, iteration: int | None, *, anew: bool = True) -> Plan:
     except NotFoundError as error:
         if not is_planned(error):
             raise
+    finally:
+        show_progress_on(sink)
     return plan
 
 

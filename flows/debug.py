@@ -105,12 +105,12 @@ def find_call(run: Run, iteration: int | None, stage: str, shard: int) -> Call:
         why = "it logs into MLflow and makes no data" if stage == "publish" else "there is no such stage"
         raise ConfigError(f"can't debug {stage!r}: {why}; the stages are {listing}")
     place = "before the first iteration" if iteration is None else f"of iteration {iteration}"
-    last = last_iteration(run) if iteration is not None else -1
-    if iteration is not None and iteration > last + 1:
-        raise NotFoundError(f"iteration {iteration}: run {run.name!r} has iterations 0 to {last}")
     if run.shares(stage, iteration, shard):
         owner = run.at(stage, iteration, shard).name
         raise ConfigError(f"{stage} {place} is shared with run {owner!r}; `grpo debug {owner} ...` runs it")
+    last = last_iteration(run) if iteration is not None else -1
+    if iteration is not None and iteration > last + 1:
+        raise NotFoundError(f"iteration {iteration}: run {run.name!r} has iterations 0 to {last}")
     there = [each for each in planned(run, iteration).calls if each.iteration == iteration]
     found = {each.shard: each for each in there if each.stage == stage}
     if not found:

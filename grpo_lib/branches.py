@@ -68,12 +68,14 @@ def check_point(base: Run, iteration: int, stage: str) -> None:
 
 
 def last_iteration(run: Run) -> int:
-    """The last that has begun.
+    """The last that has begun; of a branch at least that of its fork.
 
     Raises:
         NotFoundError: none has.
     """
     begun = [each.iteration for each in run.manifests() if each.stage == "prompts" and each.iteration is not None]
+    if run.config.branch is not None:
+        begun.append(run.config.branch.iteration)
     if not begun:
         raise NotFoundError(f"run {run.name!r} has no iteration yet; `grpo resume {run.name}` goes on with it")
     return max(begun)

@@ -1,8 +1,9 @@
 """What can be done about damaged files of a run: which artifacts can be made again, and making room for that.
 
-The manifest of a damaged artifact is set aside, never destroyed, and no part is touched. The stage then finds nothing
-committed and runs again; what comes out must have the same content as before, so that everything that was made from it
-stays true. Responses that an engine draws differently each time are paid data: they are left alone.
+The manifest of a damaged artifact is set aside, never destroyed. The stage then finds nothing committed and runs again;
+what comes out must have the same content as before, so that everything that was made from it stays true. It takes the
+place of the damaged files, which are set aside as well. Responses that an engine draws differently each time are paid
+data: they are left alone.
 """
 
 import hashlib
@@ -20,7 +21,8 @@ from grpo_lib.run import Run
 from grpo_lib.storage import paths
 from grpo_lib.storage.manifests import IndexEntry, Manifest, Remake, read_manifest
 from grpo_lib.storage.objects import ObjectStore
-from grpo_lib.storage.verify import Damage, Survey, part_problem, verify_run
+from grpo_lib.storage.remake import part_problem
+from grpo_lib.storage.verify import Damage, Survey, verify_run
 
 DRAWN = ("rollout", "greedy_rollout", "evaluate")
 """Stages whose data an engine draws. All others compute theirs from what is stored, and can be made again."""
@@ -172,27 +174,27 @@ def set_aside(objects: ObjectStore, survey: Survey, damage: Damage) -> None:
         objects.put_bytes(index, IndexEntry(manifest=source).model_dump_json().encode())
         if damage.kind == "index":
             return
-    else:
-        remake = _expected(survey, path, manifest)
-        if remake is not None:
-            objects.put_bytes(paths.remake_file(path), remake.model_dump_json().encode())
-        objects.delete([index])  # nobody else shall adopt it
     try:
         data = objects.get(path)
     except NotFoundError:
-        return
-    objects.put_bytes(paths.aside(path, hashlib.sha256(data).hexdigest()), data)
+        aside = None
+    else:
+        aside = paths.aside(path, hashlib.sha256(data).hexdigest())
+        objects.put_bytes(aside, data)
+    if origin is None:
+        own = manifest is not None and manifest.adopted_from is None
+        remake = Remake(digest=_expected(survey, path), manifest=aside if own else None)
+        objects.put_bytes(paths.remake_file(path), remake.model_dump_json().encode())
+        objects.delete([index])  # nobody else shall adopt it
     objects.delete([path])
 
 
-def _expected(survey: Survey, path: str, manifest: Manifest | None) -> Remake | None:
-    """What the artifact was, by itself or by what was made from it; None: nobody knows, and nothing depends on it."""
+def _expected(survey: Survey, path: str) -> str | None:
+    """The content digest, by the manifest itself or what was made from it; None: nobody depends on it."""
     if paths.manifest_place(path)[0] in TIMED:
-        return Remake(digest=None, created_ms=None, seconds=None)
-    if manifest is not None:
-        return Remake(digest=manifest.digest, created_ms=manifest.created_ms, seconds=manifest.seconds)
+        return None
+    if path in survey.manifests:
+        return survey.manifests[path].digest
     inputs = (each for other in survey.manifests.values() for each in other.inputs)
     digests = {each.digest for each in inputs if each.manifest == path}
-    if len(digests) != 1:
-        return None
-    return Remake(digest=digests.pop(), created_ms=None, seconds=None)
+    return digests.pop() if len(digests) == 1 else None

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -140,6 +141,16 @@ class RaySet:
         pid = self.pid(service)
         for each in [psutil.Process(pid)] if service in KILLED else session_of(pid):
             each.kill()
+
+    def pause(self) -> None:
+        """What is killed from now on is not started again."""
+        assert self._up is not None
+        self._up.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """It is."""
+        assert self._up is not None
+        self._up.send_signal(signal.SIGCONT)
 
     def worker(self, role: str, seconds: float = 60) -> psutil.Process:
         """The process of the first worker of a role, as soon as it is there."""

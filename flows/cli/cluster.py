@@ -83,7 +83,7 @@ def _up(options: "SetOptions") -> None:
                 stop.asked.wait(LOOK_SECONDS)
         finally:
             say("ending all")
-            services.stop(stop.patience)
+            services.stop(lambda: stop.hurry)
     say("ended: no process is left")
 
 
@@ -98,7 +98,7 @@ in another terminal:
   grpo status{_option(options)}
 another machine of a private network: copy the token there ({secret}, mode 0600), then
   grpo worker --role rollout --address {options.ray_address}
-end all with Ctrl-C, or
+end all:
   grpo down{_option(options)}
 """
 
@@ -111,10 +111,12 @@ def _detach(options: "SetOptions") -> None:
     """Starts the same command in a session of its own, and waits until all is up."""
     from flows.cli.console import console
     from grpo_lib.errors import ServiceError
-    from grpo_lib.services.state import read_state
+    from grpo_lib.services.checks import make_token
+    from grpo_lib.services.state import held, read_state
 
     log = options.folder / "logs" / "up.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    with held(options.folder):  # else the log is another's
+        log.parent.mkdir(parents=True, exist_ok=True)
     words = [each for each in sys.argv[1:] if each != "--detach"]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -126,16 +128,14 @@ def _detach(options: "SetOptions") -> None:
         while process.poll() is None and time.monotonic() < until:
             state = read_state(options.folder)
             if state is not None and state.supervisor.pid == process.pid and state.ready:
-                break
+                console.print(usage(options, make_token()), soft_wrap=True, markup=False)
+                return
             time.sleep(LOOK_SECONDS)
-    said = log.read_text(errors="replace")
-    if process.poll() is not None:
-        console.print(said.strip(), markup=False, soft_wrap=True)
-        raise typer.Exit(process.returncode or 1)
-    if time.monotonic() > until:
+    if process.poll() is None:
         process.terminate()
         raise ServiceError(f"not everything was up within {DETACH_SECONDS:g} s; see {log}")
-    console.print(said.strip(), markup=False, soft_wrap=True)
+    typer.echo(log.read_text(errors="replace").strip(), err=True)
+    raise typer.Exit(process.returncode or 1)
 
 
 def down(folder: Folder = Path(".grpo")) -> None:
@@ -197,7 +197,7 @@ def worker(
                 supervisor.step()
                 stop.asked.wait(LOOK_SECONDS)
         finally:
-            supervisor.stop(stop.patience)
+            supervisor.stop(lambda: stop.hurry)
 
 
 def _offer(resources: dict[str, float]) -> str:
@@ -210,18 +210,16 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = threading.Event()
-        self.patience: float | None = None
-        """Seconds that services get to end in order; None: what each declares."""
+        self.hurry = False
 
 
 @contextmanager
 def signals() -> Iterator[Stop]:
-    """Ctrl-C, SIGTERM and a closed terminal ask for an end; the second time without patience."""
+    """Ctrl-C, SIGTERM and a closed terminal ask for an end; the second time, for a quick one."""
     stop = Stop()
 
     def ask(number: int, frame: object) -> None:
-        if stop.asked.is_set():
-            stop.patience = 0.0
+        stop.hurry = stop.asked.is_set()
         stop.asked.set()
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -236,4 +234,7 @@ def signals() -> Iterator[Stop]:
 def say(line: str) -> None:
     from flows.cli.console import console
 
-    console.print(f"{time.strftime('%H:%M:%S')} {line}", markup=False, soft_wrap=True)
+    try:
+        console.print(f"{time.strftime('%H:%M:%S')} {line}", markup=False, soft_wrap=True)
+    except OSError:
+        pass  # nobody reads any more, which is no reason to leave services behind

@@ -182,8 +182,8 @@ def _print_plan(planned: "Rerun", as_json: bool) -> None:
 def _print_debugged(done: "Debugged", compare: bool, as_json: bool) -> None:
     made = done.made
     if as_json:
-        values: dict[str, Any] = {"stage": made.stage, "iteration": made.iteration, "shard": made.shard, "rows": made.rows}
-        values |= {"tokens": made.tokens, "seconds": made.seconds, "digest": made.digest, "summary": made.summary}
+        shown = ("stage", "iteration", "shard", "rows", "tokens", "seconds", "digest", "summary")
+        values = {name: getattr(made, name) for name in shown}
         values |= {"committed": None if done.committed is None else done.committed.path, "notes": done.notes}
         if compare:
             values |= {"equal": done.equal, "comparisons": [vars(each) for each in done.comparisons]}

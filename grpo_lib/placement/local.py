@@ -1,9 +1,6 @@
 """The engines of a run in one process, warm between stages: all by default, and in each worker of a cluster its own.
 
-``Workers`` holds a run's trainer, rollout engine and reference model, each made at first use. The trainer's state is
-always that of one committed policy, or unknown; asked for another it restores the nearest checkpoint and replays the
-committed updates since, whose digests must come out as recorded. So a rollout is never generated twice, and an
-update that failed half-way leaves nothing behind.
+``Workers`` holds a run's trainer (`trainers.py`), its rollout engine, and what proves that, each made at first use.
 """
 
 import tempfile
@@ -19,26 +16,21 @@ import torch
 from torch import Tensor
 
 from grpo_lib.data.ragged import Ragged
-from grpo_lib.errors import ParityError, ReplayError
+from grpo_lib.errors import ParityError
 from grpo_lib.generation.base import Engine, Sampling
 from grpo_lib.models import load_model, load_tokenizer
 from grpo_lib.placement.devices import torch_device
 from grpo_lib.placement.engines import is_outside, make_engine, shares_gpu
 from grpo_lib.placement.scorer import Scorer
-from grpo_lib.placement.train import DTYPES, Training, TrainWorker, model_folder
-from grpo_lib.placement.train_ranks import TrainRanks
+from grpo_lib.placement.train import DTYPES, Training, model_folder
+from grpo_lib.placement.trainers import PolicyTrainer
 from grpo_lib.progress import progress
 from grpo_lib.run import Run, hands_over
-from grpo_lib.storage.stages import ArtifactRef, InputRef, Manifest
-from grpo_lib.training.checkpoints import CHECKPOINT
+from grpo_lib.storage.stages import ArtifactRef, InputRef
 from grpo_lib.training.digest import weights_digest
 from grpo_lib.training.export import Description, describe
 from grpo_lib.training.handover import WEIGHTS, load_weights
 from grpo_lib.training.microbatches import Sequences
-from grpo_lib.training.world import World
-
-REFERENCES = ("reference", "reference_model")
-"""Stages whose artifact is a reference policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +56,7 @@ class Workers:
         self._trains = trains
         self._trainer_lock = threading.RLock()
         self._engine_lock = threading.RLock()
-        self._made: Training | None = None
-        # Keys of the policy artifacts that trainer and engine hold; None: unknown.
-        self._held: str | None = None
+        # Key of the policy artifact that the engine holds; None: unknown.
         self._engine_held: str | None = None
         self.device = torch_device(run.config.placement.device)
         self._engine_made: Engine | None = None
@@ -75,6 +65,7 @@ class Workers:
         self._scorer_held: str | None = None
         self._shares_gpu = trains and shares_gpu(run.config, self.device)
         self._folder = self._model_folder()
+        self._trainer = PolicyTrainer(run, initial, self._folder, self.device)
 
     def _model_folder(self) -> Path:
         """Model and tokenizer files of the initial policy on this machine."""
@@ -89,46 +80,19 @@ class Workers:
     def tokenizer(self) -> Any:
         return load_tokenizer(str(self._folder))
 
-    def _training(self) -> Training:
-        """What trains; a fresh one, with the initial policy, when there is none or its ranks are gone."""
-        assert self._trains, "this worker only generates"
-        if self._made is None or not self._made.alive:
-            self._close_trainer()
-            self._held = None
-            config = self._run.config
-            made: Training
-            if config.trainer.backend == "torch":
-                made = TrainWorker(self._run, self._folder, World.alone(self.device))
-            else:
-                progress().note(f"starting {config.placement.ranks} ranks of {config.trainer.backend}")
-                made = TrainRanks(self._run, self._folder, self.device)
-            try:
-                self._check_digests(made, self._run.stages.manifest(self._initial))
-            except BaseException:
-                made.close()
-                raise
-            self._made, self._held = made, self._initial.key
-        return self._made
-
     def close(self) -> None:
         """Lets trainer and engine go."""
         self._scorer = self._scorer_held = None
         try:
-            self._close_trainer()
+            self._trainer.close()
         finally:
             self._close_engine()
-
-    def _close_trainer(self) -> None:
-        if self._made is not None:
-            self._made.close()
-            self._made = None
 
     def end_processes(self) -> None:
         """Ends the trainer's ranks and the engine's process; the next that needs them starts others."""
         try:
             with self._trainer_lock:
-                if isinstance(self._made, TrainRanks):
-                    self._close_trainer()
+                self._trainer.end_processes()
         finally:
             with self._engine_lock:
                 if is_outside(self._run.config):
@@ -167,23 +131,23 @@ class Workers:
         with self._engine_lock if self._shares_gpu else nullcontext(), self._trainer_lock:
             if self._shares_gpu and self._engine_made is not None and self._engine_made.alive:
                 self._engine_made.sleep()
-            yield self._training()
+            assert self._trains, "this worker only generates"
+            yield self._trainer.get()
 
     @contextmanager
     def trainer_at(self, policy: ArtifactRef) -> Iterator[Training]:
         """The trainer in the state of ``policy``, for one caller at a time."""
         with self.trainer() as training:
-            if self._held != policy.key:
-                self._bring_to(training, policy)
+            self._trainer.bring_to(policy)
             yield training
 
     @contextmanager
     def training(self, policy: ArtifactRef, result_key: str) -> Iterator[Training]:
         """The trainer in the state of ``policy``, to be moved on to the policy of the update ``result_key``."""
         with self.trainer_at(policy) as training:
-            self._held = None  # unknown until the body is through
+            self._trainer.held = None  # unknown until the body is through
             yield training
-            self._held = result_key
+            self._trainer.held = result_key
             if not self._engine_held:
                 self._version = self._policy_version(policy) + 1
 
@@ -191,9 +155,9 @@ class Workers:
     def engine_at(self, policy: ArtifactRef) -> Iterator[Engine]:
         """The rollout engine holding the weights of ``policy``, for one caller at a time."""
         with self._engine_lock:
-            if self._shares_gpu and self._made is not None and self._made.alive:
+            if self._shares_gpu:
                 with self._trainer_lock:
-                    self._made.release()
+                    self._trainer.release()
             engine = self._engine()
             if self._engine_held != policy.key:
                 self._engine_held = None
@@ -269,69 +233,7 @@ class Workers:
     def forget(self) -> None:
         """Whatever the trainer holds is not what was committed; the next caller gets a restored one."""
         with self._trainer_lock:
-            self._held = None
-
-    def _bring_to(self, training: Training, policy: ArtifactRef) -> None:
-        """Restores the nearest state before ``policy`` and replays the committed updates up to it."""
-        stages = self._run.stages
-        node = stages.manifest(policy)
-        updates: list[Manifest] = []
-        checkpoint = None
-        while node.stage == "update" and node.key != self._held:
-            checkpoint = self._checkpoint_of(node)
-            if checkpoint is not None:
-                break
-            if self._run.shares("update", node.iteration):
-                raise ReplayError(
-                    f"{node.path} belongs to the run that {self._run.name!r} branched off and was made with other "
-                    f"settings, so it can't be replayed here; `grpo resume {self._run.name}` saves the policy that the "
-                    "branch goes on from"
-                )
-            updates.append(node)
-            node = self._input_policy(node)
-        if node.key != self._held:
-            self._held = None
-            if checkpoint is None:
-                training.start(self._folder)
-            else:
-                with tempfile.TemporaryDirectory(prefix="grpo-checkpoint-") as folder:
-                    stages.download(checkpoint, Path(folder))
-                    training.restore(Path(folder))
-            self._check_digests(training, node)
-            self._held = node.key
-        for update in reversed(updates):
-            self._replay(training, update)
-
-    def _replay(self, training: Training, update: Manifest) -> None:
-        stages, iteration = self._run.stages, update.iteration
-        assert iteration is not None
-        progress().note(f"replaying the update of iteration {iteration} from committed data")
-        self._held = None
-        inputs = [stages.manifest(each).to_ref(reused=True) for each in update.inputs]
-        references = [each for each in inputs if each.stage in REFERENCES]
-        training.update(inputs, iteration, references[0] if references else None)
-        self._check_digests(training, update)
-        self._held = update.key
-
-    def _checkpoint_of(self, update: Manifest) -> ArtifactRef | None:
-        key = self._run.key(CHECKPOINT, [update.to_ref(reused=True)], update.iteration)
-        return self._run.stages.find(CHECKPOINT, key, update.iteration)
-
-    def _input_policy(self, update: Manifest) -> Manifest:
-        (policy,) = (each for each in update.inputs if each.stage in ("update", "warm_start", "pretrained"))
-        return self._run.stages.manifest(policy)
-
-    def _check_digests(self, training: Training, policy: Manifest) -> None:
-        digests = dict(zip(("policy", "critic"), training.digests(), strict=True))
-        for what, found in digests.items():
-            recorded = policy.summary.get(f"{what}_digest")
-            if recorded is not None and found != recorded:
-                raise ReplayError(
-                    f"the {what} of {policy.path} was recorded with digest {str(recorded)[:16]}, restored it has "
-                    f"{str(found)[:16]}. Exact replay needs the package versions of then ({policy.packages}), the same "
-                    "kind of processor, placement.threads and placement.ranks; elsewhere go on from a checkpoint, in a "
-                    "new run with model.path=<its folder>"
-                )
+            self._trainer.held = None
 
 
 def end_processes() -> None:

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from grpo_lib.config import RunConfig
@@ -65,9 +65,12 @@ class Cluster:
             WorkerLostError: after ``placement.wait`` seconds, with what is missing and the command that starts it.
         """
         deadline = time.monotonic() + self._wait
-        for role, places in self._free.items():
-            for place in list(places):
-                self._ready(role, place, deadline)
+        all_places = [(role, place) for role, places in self._free.items() for place in places]
+        for each in all_places:
+            with suppress(*GONE):  # they start side by side
+                self._worker(*each)
+        for each in all_places:
+            self._ready(*each, deadline)
 
     def run(self, role: str, call: StageCall, on_message: OnMessage) -> ArtifactRef:
         """Has a worker of that role run a stage, and waits for it.

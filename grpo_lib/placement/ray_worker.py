@@ -6,6 +6,7 @@ stage itself runs in a thread that lasts as long as the process, so that engines
 that asked for it dies: what it commits is there for the next one.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from grpo_lib.errors import StageCancelledError
@@ -31,6 +33,8 @@ PROGRESS_SECONDS = 0.25
 """Progress is told at most so often."""
 KEPT_JOBS = 64
 """Finished stages whose flow may still ask for the end."""
+OURS = ("grpo_lib", "tasks")
+"""Packages whose every word is told; of others only warnings."""
 
 
 class Job:
@@ -88,7 +92,10 @@ class StageWorker:
         self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._running: Job | None = None
         show_progress_on(_Relay(self))
-        logging.getLogger().addHandler(_Logs(self))
+        for package in OURS:
+            logging.getLogger(package).setLevel(logging.INFO)
+        for handler in (_Logs(self), logging.StreamHandler()):  # the second: the process's own log, in Ray's folder
+            logging.getLogger().addHandler(handler)
         threading.Thread(target=self._work, name="stages", daemon=True).start()
 
     def start(self, text: str) -> str:
@@ -162,10 +169,8 @@ class StageWorker:
         return self._running
 
     def _work(self) -> None:
-        if self._role == "rollout":
-            from grpo_lib.placement.local import only_generate
-
-            only_generate()
+        with suppress(Exception):  # then it is the first stage's error
+            importlib.import_module("grpo_lib.placement.local")  # takes seconds: not when the first stage waits for it
         while True:
             job = self._waiting.get()
             job.since, self._running = time.time(), job
@@ -186,8 +191,11 @@ class StageWorker:
         if call.plugins and call.folder not in sys.path:
             sys.path.append(call.folder)
         from grpo_lib.placement.devices import use_threads
+        from grpo_lib.placement.local import only_generate
         from grpo_lib.run import Run
 
+        if self._role == "rollout":
+            only_generate()
         # Ray leaves one thread to a worker that asks for no CPUs.
         use_threads(Run.from_json(call.run).config.placement.threads or len(os.sched_getaffinity(0)))
 
@@ -226,7 +234,7 @@ class _Logs(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         job = self._worker.current()
-        if job is not None and (record.levelno >= logging.WARNING or record.name.startswith(("grpo_lib", "tasks"))):
+        if job is not None and (record.levelno >= logging.WARNING or record.name.startswith(OURS)):
             job.say("log", level=record.levelno, text=record.getMessage(), source=record.name)
 
 

@@ -165,9 +165,9 @@ class LocalSet:
         """Whether everything was up at least once."""
         return self._ready
 
-    def stop(self, patience: float | None = None) -> None:
+    def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
         """Ends all; see `Supervisor.stop`."""
-        self._supervisor.stop(patience)
+        self._supervisor.stop(hurry)
         forget(self.options.folder, self.options.ray_address)
         remove_state(self.options.folder)
 
@@ -202,7 +202,10 @@ class LocalSet:
             ray_address=self.options.ray_address,
             services=states,
         )
-        write_state(self.options.folder, state)
+        try:
+            write_state(self.options.folder, state)
+        except OSError as error:  # the services can go on
+            self._say(f"can't write down what runs, `grpo status` and `grpo down` don't see it: {error}")
 
 
 def clear(folder: Path) -> int:

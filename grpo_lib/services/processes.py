@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
+from grpo_lib.errors import ServiceError
+
 PR_SET_PDEATHSIG = 1
 MARK = "GRPO_SERVICE_OF"
 """Environment variable with the folder of the set that a process belongs to."""
@@ -133,21 +135,26 @@ def _mark(process: psutil.Process) -> str | None:
         return None  # of another user, or it has overwritten its environment with its title
 
 
-def end(leader: int, members: Callable[[], list[psutil.Process]], patience: float) -> None:
+def end(
+    leader: int, members: Callable[[], list[psutil.Process]], patience: float, hurry: Callable[[], bool] = lambda: False
+) -> None:
     """Ends a session: the leader is asked first, so that it can end its own in order; what is left is killed.
 
     Args:
-        patience: seconds that it gets.
+        patience: seconds that it gets, as long as there is no ``hurry``.
+
+    Raises:
+        ServiceError: the kernel does not end a process that was killed.
     """
     present = members()
     leaders = [each for each in present if each.pid == leader]
     _send(leaders or present, signal.SIGTERM)
-    if _gone(members, patience):
+    if _gone(members, patience, hurry):
         return
     until = time.monotonic() + KILL_SECONDS
     while present := members():  # until nobody is left who could start another
         if time.monotonic() > until:
-            raise RuntimeError(f"processes {[each.pid for each in present]} did not end when they were killed")
+            raise ServiceError(f"processes {[each.pid for each in present]} do not end, though they were killed")
         _send(present, signal.SIGKILL)
         _gone(members, 0.5)
 
@@ -160,10 +167,12 @@ def _send(processes: list[psutil.Process], number: signal.Signals) -> None:
             pass  # it has just ended
 
 
-def _gone(members: Callable[[], list[psutil.Process]], patience: float) -> bool:
+def _gone(
+    members: Callable[[], list[psutil.Process]], patience: float, hurry: Callable[[], bool] = lambda: False
+) -> bool:
     until = time.monotonic() + patience
     while members():
-        if time.monotonic() > until:
+        if hurry() or time.monotonic() > until:
             return False
         time.sleep(POLL_SECONDS)
     return True

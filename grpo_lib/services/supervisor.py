@@ -104,18 +104,27 @@ class Supervisor:
             elif member.phase == "starting":
                 self._look(member)
 
-    def stop(self, patience: float | None = None) -> None:
+    def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
         """Ends all services with everything that they have started.
 
         Args:
-            patience: seconds that each gets; default: what it declares.
+            hurry: asked while they get the time that they need: whether to kill them instead.
+
+        Raises:
+            ServiceError: the kernel did not end a process that was killed; all others have ended.
         """
+        stuck = []
         for member in reversed(self.members):
-            if member.process is not None:
-                service = member.service
-                _end(member.process, service.stop_seconds if patience is None else patience)
-                member.process = None
-                self._enter(member, "ended", f"{service.name} ended")
+            if member.process is None:
+                continue
+            try:
+                _end(member.process, member.service.stop_seconds, hurry)
+            except ServiceError as error:
+                stuck.append(f"{member.service.name}: {error}")
+            member.process = None
+            self._enter(member, "ended", f"{member.service.name} ended")
+        if stuck:
+            raise ServiceError("; ".join(stuck))
 
     def _may_start(self, member: Member) -> bool:
         if not member.has_been_up:
@@ -162,12 +171,12 @@ class Supervisor:
         self._changed(member, line)
 
 
-def _end(process: "subprocess.Popen[bytes]", patience: float) -> None:
+def _end(process: "subprocess.Popen[bytes]", patience: float, hurry: Callable[[], bool] = lambda: False) -> None:
     def left() -> list[psutil.Process]:
         process.poll()  # takes its status, if it has ended
         return session_of(process.pid)
 
-    end(process.pid, left, patience)
+    end(process.pid, left, patience, hurry)
 
 
 def _said(member: Member, at_most: int) -> str:

@@ -21,6 +21,7 @@ from grpo_lib.storage import paths
 from grpo_lib.storage.keys import StageSpec, config_slice
 from grpo_lib.storage.manifests import ArtifactRef, IndexEntry, InputRef, Manifest, Part, Remake, content_digest
 from grpo_lib.storage.objects import ObjectStore
+from grpo_lib.storage.remake import restored
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +115,10 @@ class Attempt:
         """
         assert not self._closed, "an attempt commits once"
         manifest = self._manifest(rows, tokens, dict(summary or {}), seconds)
+        if self.remake is not None and self.remake.digest not in (None, manifest.digest):
+            raise self._differs(manifest, str(self.remake.digest))
         if self.remake is not None:
-            manifest = self._as_before(manifest, self.remake)
+            manifest = restored(self._objects, manifest, self.remake)
         # From here on the parts are kept, come what may: a manifest whose creation failed may be there all the same.
         self._closed = True
         if not self._objects.create(manifest.path, manifest.to_bytes()):
@@ -139,18 +142,14 @@ class Attempt:
             place = self._objects.location(self._remake_file)
             raise CorruptError(f"{place} is damaged; delete it: then {self._spec.name} is made anew") from error
 
-    def _as_before(self, manifest: Manifest, remake: Remake) -> Manifest:
-        """The manifest of an artifact that replaces a damaged one: content, and so all that follows, are the same."""
-        if remake.digest is not None and manifest.digest != remake.digest:
-            place = "" if self._iteration is None else f" --iteration {self._iteration}"
-            raise CorruptError(
-                f"{manifest.path} was damaged and set aside. Made again, its content digest is {manifest.digest[:12]} "
-                f"and not {remake.digest[:12]}, so what was made from it would not follow. Did package versions, kind "
-                "of processor, placement.threads or ranks change? Make it where it was made, bring it back from a "
-                f"backup, or go on in a branch: `grpo rerun {self._run}{place} --from {self._spec.name}`"
-            )
-        times = {"created_ms": remake.created_ms, "seconds": remake.seconds}  # MLflow has points with those
-        return manifest.model_copy(update={name: value for name, value in times.items() if value is not None}).sealed()
+    def _differs(self, manifest: Manifest, expected: str) -> CorruptError:
+        place = "" if self._iteration is None else f" --iteration {self._iteration}"
+        return CorruptError(
+            f"{manifest.path} was damaged and set aside. Made again, its content digest is {manifest.digest[:12]} and "
+            f"not {expected[:12]}, so what was made from it would not follow. Did package versions, kind of processor, "
+            "placement.threads or ranks change? Make it where it was made, bring it back from a backup, or go on in a "
+            f"branch: `grpo rerun {self._run}{place} --from {self._spec.name}`"
+        )
 
     def _manifest(
         self, rows: int | None, tokens: int, summary: dict[str, JsonValue], seconds: float | None

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from grpo_lib.errors import LeaseHeldError, LeaseLostError, StoreError
 from grpo_lib.patience import impatient
@@ -39,11 +39,23 @@ from grpo_lib.storage.claims import (
 )
 from grpo_lib.storage.objects import ObjectStore
 
-if TYPE_CHECKING:
-    from grpo_lib.run import Run
-
 logger = logging.getLogger(__name__)
 Clock = Callable[[], float]
+
+
+class Place(Protocol):
+    """What can be held: a run."""
+
+    @property
+    def objects(self) -> ObjectStore: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def place(self) -> str:
+        """Where it lies, for people; no other run does."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +217,7 @@ _held: dict[str, Lease] = {}
 
 
 @contextmanager
-def holding(run: "Run", *, me: Claim | None = None, pace: Pace | None = None) -> Iterator[Lease]:
+def holding(run: Place, *, me: Claim | None = None, pace: Pace | None = None) -> Iterator[Lease]:
     """Holds a run during the block; waits for a holder that seems to be gone.
 
     Raises:
@@ -224,14 +236,14 @@ def holding(run: "Run", *, me: Claim | None = None, pace: Pace | None = None) ->
         lease.release()
 
 
-def check_lease(run: "Run") -> None:
+def check_lease(run: Place) -> None:
     """Raises LeaseLostError when this process held the run and has lost it."""
     lease = _held.get(run.place)
     if lease is not None:
         lease.check()
 
 
-def refuse_if_held(run: "Run", pace: Pace | None = None) -> None:
+def refuse_if_held(run: Place, pace: Pace | None = None) -> None:
     """A quick look before anything slow starts.
 
     Raises:
@@ -244,7 +256,7 @@ def refuse_if_held(run: "Run", pace: Pace | None = None) -> None:
         time.sleep(pace.poll)
 
 
-def held_by_another(run: "Run") -> bool:
+def held_by_another(run: Place) -> bool:
     """Whether a process that is not known to be gone holds the run, and it is not this one."""
     epoch = newest_epoch(run.objects, run.name)
     claim = read_claim(run.objects, run.name, epoch)
@@ -254,7 +266,7 @@ def held_by_another(run: "Run") -> bool:
     return not (is_alive_here(claim) and claim.pid == os.getpid())
 
 
-def _acquire(run: "Run", me: Claim, pace: Pace) -> Lease:
+def _acquire(run: Place, me: Claim, pace: Pace) -> Lease:
     contest = Contest(run.objects, run.name, me, pace, _monotonic)
     told = False
     while (lease := contest.poll()) is None:

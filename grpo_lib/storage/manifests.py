@@ -77,8 +77,8 @@ class Remake(Record):
 
     digest: Sha256 | None
     """None: whatever comes out, nothing is made from it."""
-    created_ms: int | None
-    seconds: float | None
+    manifest: ObjectPath | None
+    """Where its manifest was set aside, if that could still be read and the parts are this run's own."""
 
 
 class InputRef(Record):

@@ -9,17 +9,20 @@
         remake.json                                     what is to come out when a damaged artifact is made again
         {attempt}/part-00000.arrow                      garbage unless the manifest names it
     index/{first two digits of key}/{key}.json          which run holds a manifest with that key
-    damaged/runs/...                                    manifests that were set aside, for people
+    damaged/runs/...                                    what was set aside, for people
     probe/...                                           what checks write and delete
 
 An iteration's number has six digits, so that listings come in order.
 """
+
+import re
 
 MANIFEST = "manifest.json"
 RUNS = "runs"
 INDEX = "index"
 DAMAGED = "damaged"
 PROBES = "probe"
+_IN_ATTEMPT = re.compile(r"(runs/[^/]+/(?:setup|iterations/\d+)/[^/]+/[^/]+/[^/]+)/[^/]+")
 
 
 def run_folder(run: str) -> str:
@@ -58,6 +61,15 @@ def aside(manifest: str, digest: str) -> str:
     'damaged/runs/demo/setup/dataset/c0ffee/01234567.json'
     """
     return f"{DAMAGED}/{parent(manifest)}/{digest[:8]}.json"
+
+
+def aside_part(part: str) -> str:
+    """Where a damaged part is kept.
+
+    >>> aside_part("runs/demo/setup/dataset/c0ffee/1/part-00000.arrow")
+    'damaged/runs/demo/setup/dataset/c0ffee/1/part-00000.arrow'
+    """
+    return f"{DAMAGED}/{part}"
 
 
 def leases_folder(run: str) -> str:
@@ -131,6 +143,26 @@ def manifest_place(path: str) -> tuple[str, int | None, str]:
 def attempt_folder(folder: str, attempt: str) -> str:
     """Files of one attempt at a stage, below its stage folder."""
     return f"{folder}/{_step(attempt)}"
+
+
+def attempt_of(path: str) -> str | None:
+    """The attempt folder that a file lies in; None: it lies elsewhere.
+
+    >>> attempt_of("runs/demo/setup/dataset/c0ffee/a1/part-00000.arrow")
+    'runs/demo/setup/dataset/c0ffee/a1'
+    """
+    match = _IN_ATTEMPT.fullmatch(path)
+    return None if match is None else match[1]
+
+
+def run_of(path: str) -> str | None:
+    """The run that an object belongs to; None: to none.
+
+    >>> run_of("runs/demo/run.json")
+    'demo'
+    """
+    steps = path.split("/")
+    return steps[1] if steps[0] == RUNS and len(steps) > 2 else None
 
 
 def part_file(number: int) -> str:

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from grpo_lib.errors import CorruptError, NotFoundError
 from grpo_lib.storage import paths
-from grpo_lib.storage.manifests import IndexEntry, InputRef, Manifest, Part, read_manifest
+from grpo_lib.storage.manifests import IndexEntry, InputRef, Manifest, read_manifest
 from grpo_lib.storage.objects import ObjectStore
+from grpo_lib.storage.remake import part_problem
 
 READERS = 8
 POLICIES = ("update", "warm_start", "pretrained")
@@ -84,17 +85,6 @@ def verify_run(
     damages += _lineage(objects, run, manifests, {each.path for each in damages})
     size = sum(part.size for _, part in parts)
     return Survey(run=run, manifests=manifests, damages=_once(damages), files=len(listed) + len(parts), bytes=size)
-
-
-def part_problem(objects: ObjectStore, part: Part) -> str | None:
-    """What is wrong with a stored part; None: nothing."""
-    try:
-        size, digest = objects.sha256(part.path)
-    except NotFoundError:
-        return "does not exist"
-    if size != part.size:
-        return f"has {size} bytes and not {part.size}"
-    return None if digest == part.sha256 else "has another sha256 than its manifest says"
 
 
 def _manifest(objects: ObjectStore, path: str) -> Manifest | str:

@@ -35,7 +35,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="grpo-chaos-") as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        with world(folder.resolve()) as where:
+        with world(folder.resolve(), {"rollout": 1, "train": 1}) as where:
             print(HEADER, flush=True)
             for seed in seeds:
                 outcomes.append(Game(where, draw(seed)).play())

@@ -1,6 +1,6 @@
 """The small Countdown case on two workers, and where one run of it lies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ CASE: dict[str, Any] = TINY | {
     "name": "chaos",
     "iterations": ITERATIONS,
     "algorithm": {"kl": {"coef": 0.01}, "entropy_coef": 0.01},
-    "rollout": {"prompts": 4, "samples": 4, "shards": 2, "max_prompt_tokens": 24, "max_new_tokens": 16},
+    "rollout": {"prompts": 4, "samples": 8, "shards": 2, "max_prompt_tokens": 24, "max_new_tokens": 24},
 }
 RANKS = {"trainer": {"optimizer": {"lr": 1e-3}, "backend": "fsdp2"}}
 
@@ -31,9 +31,8 @@ class Place:
     direct: dict[str, Any]
     """As the tests do."""
     tracking: dict[str, Any]
-    address: str
-    """Of the head."""
-    ranks: int
+    placement: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
 
     @property
     def values(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ class World:
             store=seen,
             direct=direct,
             tracking={"uri": uri, "experiment": name},
-            address=self.services.state.ray_address,
+            placement={"ray": {"address": self.services.state.ray_address}},
             ranks=ranks,
         )
 
@@ -124,10 +124,29 @@ class World:
             stages.verify(each.to_ref(reused=True))
 
 
+def differences(found: Expected, expected: Expected) -> list[str]:
+    """Between a run that something happened to and an undisturbed one, for people; they have none."""
+    told = []
+    if found.policy != expected.policy:
+        told.append(f"the last policy is {found.policy[:12]}, undisturbed it is {expected.policy[:12]}")
+    if found.published != expected.published:
+        told.append(f"published was {found.published}, undisturbed {expected.published}")
+    paths = sorted(found.artifacts.keys() | expected.artifacts.keys())
+    different = [path for path in paths if found.artifacts.get(path) != expected.artifacts.get(path)]
+    if different:
+        told.append(f"{len(different)} artifacts differ, the first is {different[0]}")
+    if found.points != expected.points:
+        doubled = sorted({each for each in found.points if found.points.count(each) > 1})
+        missing = sorted(set(expected.points) - set(found.points))
+        more = sorted(set(found.points) - set(expected.points))
+        told.append(f"MLflow holds points twice {doubled[:5]}, misses {missing[:5]}, and has others {more[:5]}")
+    return told
+
+
 @contextmanager
-def world(folder: Path) -> Iterator[World]:
-    """All is up; afterwards nothing is left."""
-    services = RaySet({"rollout": 1, "train": 1})
+def world(folder: Path, workers: Mapping[str, int]) -> Iterator[World]:
+    """All is up, with places for ``workers``; afterwards nothing is left."""
+    services = RaySet(workers)
     before = dict(os.environ)
     os.environ.update(services.environment | CREDENTIALS)
     services.environment |= CREDENTIALS

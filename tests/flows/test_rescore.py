@@ -95,10 +95,8 @@ def test_another_reward_is_reported_beside_the_old_one_with_reasons_where_there_
             for stage in ("rollout", "reward")
         }
         mine = rows.filter(polars.col("iteration") == k)
-        by_id = dict(
-            zip(tables["reward"].column("rollout_id").to_pylist(), tables["reward"].column("value").to_pylist())
-        )
-        assert dict(zip(mine["rollout_id"], mine["old_value"])) == by_id
+        by_id = {row["rollout_id"]: row["value"] for row in tables["reward"].to_pylist()}
+        assert {row["rollout_id"]: row["old_value"] for row in mine.iter_rows(named=True)} == by_id
         lengths = {row["rollout_id"]: len(row["response_ids"]) for row in tables["rollout"].to_pylist()}
         for row in mine.filter(polars.col("new_reason").is_null()).iter_rows(named=True):
             assert row["new_value"] == 1.0 and lengths[row["rollout_id"]] < 12
@@ -139,10 +137,10 @@ def test_iterations_that_make_no_sense_are_refused(trained: RunConfig, text: str
 
 
 def test_neither_a_model_nor_prefect_is_loaded(trained: RunConfig) -> None:
+    words = ["rescore", "tiny", "--reward", f"{rewards_of(trained)}:same", "--store", trained.store.uri, "--json"]
     code = (
-        "import sys; from flows.cli.main import app; "
-        f"app(['rescore', 'tiny', '--reward', '{rewards_of(trained)}:same', '--store', '{trained.store.uri}', '--json'],"
-        " standalone_mode=False); print(sorted({'transformers', 'prefect', 'vllm', 'mlflow'} & sys.modules.keys()))"
+        f"import sys; from flows.cli.main import app; app({words!r}, standalone_mode=False); "
+        "print(sorted({'transformers', 'prefect', 'vllm', 'mlflow'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -121,7 +121,6 @@ class Set:
         for each in self.left():
             each.kill()
         self.process.wait()
-        if os.environ.get("GRPO_TEST_KEEP"): return
         shutil.rmtree(self.place, ignore_errors=True)
 
 
@@ -135,7 +134,7 @@ def running() -> Iterator[Set]:
         made.remove()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def calls(running: Set) -> Iterator[Callable[[], list[tuple[int, int]]]]:
     """A driver that found the cluster by `address: auto` and calls a worker all the time: what it got, so far."""
     log = running.place / "calls.log"

@@ -5,12 +5,14 @@ Everything is in the folder that ``GRPO_TEST_SPY`` names:
 
     generated             a JSON line for each shard that a worker begins to generate
     NAME.pid              process of the worker NAME
-    accident              JSON: what (kill, hold) happens when (begin, write, parts, done) to which stage; see `happen`
+    accident              JSON: what (kill, hold, hang) happens when (begin, write, parts, done) to which stage
+    happened, over        that it did, and how a hold ended
     code                  what workers that start now take for the digest of their code
 """
 
 import importlib.util
 import json
+import logging
 import os
 import signal
 import sys
@@ -86,12 +88,22 @@ def happen(when: str, attempt: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     from grpo_lib.progress import progress
 
-    for step in range(10**6):
-        if not file.exists():
-            return
-        if accident["what"] == "hold":  # and not "hang", which gives no sign of life
-            progress().stage_advanced(attempt._spec.name, attempt._iteration, step, 10**6, 0)
-        time.sleep(0.02)
+    logging.getLogger("grpo_lib.spy").info("held at %s", when)
+    try:
+        for step in range(10**6):
+            if not file.exists():
+                return
+            if accident["what"] == "hold":  # and not "hang", which gives no sign of life
+                progress().stage_advanced(attempt._spec.name, attempt._iteration, step, 10**6, 0)
+            time.sleep(0.02)
+    finally:
+        (FOLDER / "over").write_text(repr(sys.exc_info()[1]))
+
+
+def easy_reward(module: Any) -> None:
+    from tests.flows.tiny import use_easy_reward
+
+    module.get_problem = use_easy_reward
 
 
 def other_code(module: Any) -> None:
@@ -105,6 +117,7 @@ WATCHED: dict[str, Callable[[Any], None]] = {
     "grpo_lib.placement.ray_worker": watch_workers,
     "grpo_lib.storage.attempts": watch_attempts,
     "grpo_lib.placement.code_version": other_code,
+    "tasks.reward": easy_reward,
 }
 
 

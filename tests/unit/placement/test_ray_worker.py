@@ -12,7 +12,7 @@ import torch
 
 import grpo_lib.progress as progress_module
 from grpo_lib.config_files import make_config
-from grpo_lib.placement import ray_worker
+from grpo_lib.placement import local, ray_worker
 from grpo_lib.placement.calls import StageCall
 from grpo_lib.placement.ray_worker import KEPT_JOBS, StageWorker
 from grpo_lib.placement.worker_status import WorkerStatus
@@ -32,6 +32,7 @@ def worker() -> Iterator[StageWorker]:
     logger.setLevel(logging.INFO)
     worker_tasks.scripts.clear()
     worker_tasks.order.clear()
+    assert local, "imported: a worker does so before its first stage"
     yield StageWorker("grpo-rollout-0", "score", 0.0)
     for script in worker_tasks.scripts.values():
         script.go.set()

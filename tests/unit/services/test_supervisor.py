@@ -64,7 +64,7 @@ class Watched:
 def watched(tmp_path: Path) -> Iterator[Watched]:
     made = Watched(tmp_path)
     yield made
-    made.supervisor.stop(0)
+    made.supervisor.stop(lambda: True)
 
 
 def test_services_start_one_after_another(watched: Watched) -> None:
@@ -178,7 +178,7 @@ time.sleep(600)
     supervisor = watched.start(watched.service("slow", program, tries=2))
     watched.until(lambda: supervisor.all_up)
     assert "slow ended with code 1; it starts again in 0.05 s" in watched.lines
-    watched.supervisor.stop(0)
+    watched.supervisor.stop(lambda: True)
     watched.start(watched.service("broken", "raise SystemExit('wrong option')", tries=2))
     with pytest.raises(ServiceError, match="broken ended with code 1 at its start"):
         watched.until(lambda: False)
@@ -209,19 +209,19 @@ def test_what_was_said_before_a_death_does_not_make_the_next_start_ready(watched
     assert supervisor.members[0].phase == "starting"
 
 
-@pytest.mark.parametrize("patience", [None, 0.0])
-def test_the_end_leaves_no_process_not_even_a_stubborn_one_nor_its_children(
-    watched: Watched, patience: float | None
-) -> None:
+@pytest.mark.parametrize("hurry", [False, True])
+def test_the_end_leaves_no_process_not_even_a_stubborn_one_nor_its_children(watched: Watched, hurry: bool) -> None:
     deaf = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     child = f"{deaf}print('ready', flush=True); time.sleep(600)"
     stubborn = f"{deaf}for _ in range(2): subprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(600)"
-    supervisor = watched.start(watched.service("soft"), watched.service("hard", stubborn, stop_seconds=0.5))
+    supervisor = watched.start(watched.service("soft"), watched.service("hard", stubborn, stop_seconds=100.0 if hurry else 0.5))
     watched.until(lambda: supervisor.all_up)
     watched.until(lambda: len(watched.process(1).children()) == 2)
     mine = [watched.process(), watched.process(1), *watched.process(1).children()]
     sessions = [watched.process().pid, watched.process(1).pid]
-    supervisor.stop(patience)
+    began = time.monotonic()
+    supervisor.stop(lambda: hurry)
+    assert time.monotonic() - began < 50
     assert [each for each in mine if runs(each)] == []
     assert [session_of(each) for each in sessions] == [[], []]
     assert watched.lines[-2:] == ["hard ended", "soft ended"]

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -15,40 +14,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from grpo_lib.errors import LeaseHeldError, LeaseLostError, NotFoundError, StoreDownError
+from grpo_lib.errors import LeaseHeldError, LeaseLostError, StoreDownError
 from grpo_lib.storage.claims import Claim, newest_epoch, start_of, this_process
 from grpo_lib.storage.lease import Contest, Lease, Pace, check_lease, holding
-from grpo_lib.storage.objects import ObjectInfo, ObjectStore
+from grpo_lib.storage.objects import ObjectStore
+from tests.memory_store import MemoryStore
 
 PACE = Pace(beat=5, expiry=30, poll=0.5)
 QUICK = Pace(beat=0.2, expiry=1.5, poll=0.05)
-
-
-class Memory:
-    """A store in a dictionary; ``before`` is called before each operation."""
-
-    def __init__(self) -> None:
-        self.content: dict[str, bytes] = {}
-        self.before: Callable[[], None] = lambda: None
-
-    def put_bytes(self, path: str, data: bytes) -> None:
-        self.before()
-        self.content[path] = data
-
-    def create(self, path: str, data: bytes) -> bool:
-        self.before()
-        return self.content.setdefault(path, data) is data
-
-    def get(self, path: str) -> bytes:
-        self.before()
-        if path not in self.content:
-            raise NotFoundError(path)
-        return self.content[path]
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        self.before()
-        found = sorted(path for path in self.content if path.startswith(f"{prefix}/"))
-        yield from [ObjectInfo(path=path, size=len(self.content[path]), modified=0.0) for path in found]
 
 
 class Clock:
@@ -135,7 +108,7 @@ def test_a_paused_holder_that_wakes_up_stops_and_says_who_has_the_run(objects: O
 
 
 def test_while_the_store_is_away_nobody_takes_over(clock: Clock) -> None:
-    memory = Memory()
+    memory = MemoryStore()
     holder, second = won(memory, clock, elsewhere("first")), ask(memory, clock)
     assert second.poll() is None
 
@@ -159,7 +132,7 @@ def test_while_the_store_is_away_nobody_takes_over(clock: Clock) -> None:
 
 
 def test_a_holder_that_comes_back_while_it_is_replaced_is_waited_for(clock: Clock) -> None:
-    memory = Memory()
+    memory = MemoryStore()
     holder, second = won(memory, clock, elsewhere("first")), ask(memory, clock)
     while clock.now < 1029:
         assert second.poll() is None
@@ -185,7 +158,7 @@ def test_a_holder_that_comes_back_while_it_is_replaced_is_waited_for(clock: Cloc
 
 @pytest.mark.parametrize("operation", [1, 2])
 def test_a_heartbeat_during_which_the_run_is_taken_over_makes_nobody_sure(clock: Clock, operation: int) -> None:
-    memory = Memory()
+    memory = MemoryStore()
     holder, second = won(memory, clock, elsewhere("first")), ask(memory, clock)
     while clock.now < 1030:
         assert second.poll() is None
@@ -227,7 +200,7 @@ def test_a_process_of_this_machine_that_is_gone_gives_way_at_once_even_as_a_zomb
 
 @pytest.mark.parametrize("damage", [b"", b"\xff", b"{}", b'{"id": 3}'])
 def test_an_unreadable_claim_is_watched_like_any_other(clock: Clock, damage: bytes) -> None:
-    memory = Memory()
+    memory = MemoryStore()
     won(memory, clock)
     for path in memory.content:
         memory.content[path] = damage
@@ -239,7 +212,7 @@ def test_an_unreadable_claim_is_watched_like_any_other(clock: Clock, damage: byt
 
 
 def test_claims_that_were_tidied_up_behind_ones_back_give_no_run_to_two(clock: Clock) -> None:
-    memory = Memory()
+    memory = MemoryStore()
     won(memory, clock, elsewhere("a")).release()
     slow = ask(memory, clock, elsewhere("slow"))
     assert slow.is_free()
@@ -299,7 +272,7 @@ def test_a_holder_that_stands_still_loses_the_run_to_the_next(
 
 
 def test_a_store_that_is_away_when_the_run_is_released_hides_no_error(clock: Clock) -> None:
-    memory = Memory()
+    memory = MemoryStore()
     holder = won(memory, clock)
 
     def away() -> None:
@@ -321,7 +294,7 @@ class Holders(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock, self.memory, self.count = Clock(), Memory(), 0
+        self.clock, self.memory, self.count = Clock(), MemoryStore(), 0
         self.alive: list[Lease] = []
 
     @rule(target=asking)
