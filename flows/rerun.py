@@ -11,12 +11,15 @@ from flows.train import train
 from grpo_lib.config import StoreConfig
 from grpo_lib.config_branch import Fork
 from grpo_lib.errors import ConfigError
+from grpo_lib.mending import mended
 from grpo_lib.placement.clusters import attach, stop_clusters
 from grpo_lib.placement.devices import use_threads
 from grpo_lib.placement.local import end_processes
 from grpo_lib.preflight import check_surroundings
-from grpo_lib.run import open_run
+from grpo_lib.run import Run, open_run
+from grpo_lib.storage.lease import holding
 from grpo_lib.storage.stages import ArtifactRef
+from tasks.plan import Call
 
 
 def flow_run_name() -> str:
@@ -72,16 +75,8 @@ def rerun_stage(asked: Rerun, *, changed: bool) -> list[dict[str, Any]]:
             f"{point.stage} of iteration {point.iteration} of run {asked.base.name!r} needs data that is not there "
             f"yet; `grpo resume {asked.base.name}` makes it"
         )
-    config = run.config
-    check_surroundings(config)
-    use_threads(config.placement.threads)
-    attach(config)
-    open_run(config)
     try:
-        go_on_from_base(run)
-        made = [
-            call.task(run, call.iteration, *call.inputs, shard=call.shard, external=call.external) for call in calls
-        ]
+        made = _made(run, calls)
     except BaseException as error:
         if not isinstance(error, Exception):
             stop_clusters()
@@ -92,6 +87,19 @@ def rerun_stage(asked: Rerun, *, changed: bool) -> list[dict[str, Any]]:
         _outcome(ref, None if call.before is None else call.before.digest)
         for ref, call in zip(made, calls, strict=True)
     ]
+
+
+def _made(run: Run, calls: list[Call]) -> list[ArtifactRef]:
+    config = run.config
+    check_surroundings(config)
+    use_threads(config.placement.threads)
+    with holding(run) as lease, mended(run):
+        attach(config, lease.epoch)
+        open_run(config)
+        go_on_from_base(run)
+        return [
+            call.task(run, call.iteration, *call.inputs, shard=call.shard, external=call.external) for call in calls
+        ]
 
 
 def _outcome(ref: ArtifactRef, before: str | None) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def last_iteration(run: Run) -> int:
     Raises:
         NotFoundError: none has.
     """
-    begun = [each.iteration for each in run.manifests() if each.stage == "prompts" and each.iteration is not None]
+    sound, _ = run.stages.survey()  # one that is damaged must not keep anybody from branching off
+    begun = [each.iteration for each in sound if each.stage == "prompts" and each.iteration is not None]
     if run.config.branch is not None:
         begun.append(run.config.branch.iteration)
     if not begun:

@@ -90,9 +90,18 @@ class Run:
         shard: int = 0,
         external: Mapping[str, str] | None = None,
     ) -> str:
-        """Key of a stage of this run."""
-        config = self.at(spec.name, iteration, shard).config
-        return stage_key(spec, config, inputs, iteration, shard, self.external(spec.name, iteration, external))
+        """Key of a stage of this run. What a branch shares has the key that it has in the base, even where something
+        outside the store, such as a plugin, is another now."""
+        owner, outside = self.at(spec.name, iteration, shard), self.external(spec.name, iteration, external)
+        key = stage_key(spec, owner.config, inputs, iteration, shard, outside)
+        if owner is self or not outside or owner.stages.peek(spec, key, iteration, shard) is not None:
+            return key
+        place, made_from = (spec.name, spec.version, iteration, shard), [ref.digest for ref in inputs]
+        for each in reversed(owner.manifests(iteration)):
+            there = (each.stage, each.stage_version, each.iteration, each.shard)
+            if there == place and [ref.digest for ref in each.inputs] == made_from:
+                return each.key
+        return key
 
     def check_may_make(self, stage: str, iteration: int | None, shard: int) -> None:
         """Of what a branch shares it makes nothing itself, but for copies of a policy.

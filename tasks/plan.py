@@ -114,8 +114,9 @@ class Plan:
         external: dict[str, str],
     ) -> ArtifactRef:
         stage, refs = task.spec.name, artifacts(inputs)
-        outside = run.external(stage, iteration, external) if self._anew else external
-        key = stage_key(task.spec, run.at(stage, iteration, shard).config, refs, iteration, shard, outside)
+        outside, key = run.external(stage, iteration, external), run.key(task.spec, refs, iteration, shard, external)
+        if not self._anew and not run.shares(stage, iteration, shard):
+            outside, key = external, stage_key(task.spec, run.config, refs, iteration, shard, external)
         place = (stage, iteration, key)
         committed = self._known.get(place)
         if committed is None and place not in self._damaged:

@@ -58,17 +58,12 @@ def up(
 def _up(options: "SetOptions") -> None:
     from flows.cli.console import console
     from grpo_lib.services.checks import make_token
-    from grpo_lib.services.local_set import LOOPBACK, LocalSet, check_set, clear
+    from grpo_lib.services.local_set import LocalSet, check_set, clear
 
     if ended := clear(options.folder):
         say(f"ended {ended} processes that a killed `grpo up` had left")
     check_set(options)
     secret = make_token()
-    if options.host not in LOOPBACK:
-        say(
-            f"--host {options.host}: whoever reaches this machine can read and change everything in Prefect and "
-            "MLflow, which ask for no password; use a private network"
-        )
     services = LocalSet(options, say)
     with signals() as stop:
         try:
@@ -88,9 +83,15 @@ def _up(options: "SetOptions") -> None:
 
 
 def usage(options: "SetOptions", secret: str) -> str:
-    """How to use a set that is up."""
+    """How to use a set that is up, and what is open."""
+    from grpo_lib.services.local_set import LOOPBACK
+
     places = ", ".join(f"{count} {role}" for role, count in options.workers.items() if count)
-    return f"""
+    warning = (
+        f"--host {options.host}: whoever reaches this machine can read and change everything in Prefect and MLflow, "
+        "which ask for no password; use a private network\n"
+    )
+    return f"""{"" if options.host in LOOPBACK else warning}
 all is up: Prefect {options.prefect_url}, MLflow {options.mlflow_url}, Ray {options.ray_address} (places for: {places})
 in another terminal:
   export PREFECT_API_URL={options.prefect_url}/api

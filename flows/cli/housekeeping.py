@@ -11,6 +11,7 @@ from flows.cli.training import Endpoint, Json, Store, run_name
 if TYPE_CHECKING:
     from grpo_lib.mending import Verdict
     from grpo_lib.run import Run
+    from grpo_lib.storage.gc import Garbage
     from grpo_lib.storage.verify import Survey
 
 DAMAGED = 2
@@ -52,6 +53,82 @@ def verify(
         typer.echo(json.dumps(found if everything else found[0]))
     if any(each["damages"] for each in found):
         raise typer.Exit(DAMAGED)
+
+
+def gc(
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="Names of runs; nothing: the whole store.", show_default=False)
+    ] = None,
+    older_than: Annotated[
+        float, typer.Option("--older-than", min=0, metavar="DAYS", help="0: nothing else may work with the store now.")
+    ] = 1.0,
+    keep_weights: Annotated[
+        int, typer.Option(min=1, help="The last policies of each run whose weights for engines stay.")
+    ] = 3,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    store: Store = "grpo-store",
+    endpoint_url: Endpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Remove what nobody needs: attempts without a manifest, weights for engines, writes that were cut off.
+
+    What a manifest, a checkpoint or MLflow refers to stays, and so does everything that can't be made again.
+    """
+    from grpo_lib.config_files import make_store_config
+    from grpo_lib.housekeeping import find_garbage, remove_garbage
+
+    names = [str(run_name(each)) for each in runs or []]
+    if as_json and not (dry_run or yes):
+        raise typer.BadParameter("--json goes with --dry-run or --yes: nobody can be asked")
+    config = make_store_config(store, endpoint_url)
+    things = find_garbage(config, names, older_than_days=older_than, keep_weights=keep_weights)
+    if not as_json:
+        _print_garbage(things)
+    go = bool(things) and not dry_run and (yes or typer.confirm("remove all this?"))
+    gone: list[Garbage] = []
+    left = remove_garbage(config, things, gone.append) if go else []
+    if as_json:
+        found = [
+            {"kind": each.kind, "run": each.run, "path": each.path, "files": len(each.files), "bytes": each.bytes}
+            | {"why": each.why, "removed": each in gone}
+            for each in things
+        ]
+        typer.echo(json.dumps({"garbage": found, "left": left}))
+        return
+    for line in left:
+        typer.echo(f"left alone: {line}", err=True)
+    if go:
+        typer.echo(f"removed {sum(len(each.files) or 1 for each in gone)} files, {_size(sum(e.bytes for e in gone))}")
+
+
+def _print_garbage(things: "list[Garbage]") -> None:
+    """A line for each kind of each run."""
+    from rich.table import Table
+
+    from flows.cli.console import console
+
+    if not things:
+        console.print("nothing to remove", style="green")
+        return
+    groups: dict[tuple[str, str, str], list[Garbage]] = {}
+    for each in things:
+        groups.setdefault((each.run or "", each.kind, each.why), []).append(each)
+    table = Table()
+    for name in ("run", "what", "how many", "files", "size", "why"):
+        table.add_column(name, justify="right" if name in ("how many", "files", "size") else "left")
+    for (run, kind, why), group in sorted(groups.items()):
+        files, size = sum(len(each.files) or 1 for each in group), sum(each.bytes for each in group)
+        table.add_row(run, kind, f"{len(group):,}", f"{files:,}", _size(size), why)
+    console.print(table)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
 
 
 def _survey(run: "Run", quiet: bool) -> "Survey":

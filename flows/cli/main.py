@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.cluster import down, up, worker
-from flows.cli.housekeeping import verify
+from flows.cli.housekeeping import gc, verify
 from flows.cli.inspect import rollouts, show
 from flows.cli.rerun import debug, rerun
 from flows.cli.rescore import rescore
@@ -59,6 +59,7 @@ app.command()(down)
 app.command()(worker)
 app.command()(status)
 app.command()(verify)
+app.command()(gc)
 
 
 @app.command()

@@ -10,12 +10,13 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
+
+from grpo_lib.services.checks import listens, token_file
 
 # Read when Ray is imported. The head may be gone for minutes.
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
-if Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser().is_file():
+if os.environ.get("RAY_AUTH_TOKEN") or token_file().is_file():
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray
@@ -27,6 +28,7 @@ from grpo_lib.placement.ray_worker import StageWorker
 from grpo_lib.placement.worker_status import WorkerStatus
 
 NAMESPACE = "grpo"
+WORKER_PREFIX = "grpo-"
 ANSWER_SECONDS = 10.0
 """Within which a living worker answers a question."""
 POLL_SECONDS = 0.5
@@ -42,6 +44,8 @@ def connect(address: str) -> None:
     """
     if ray.is_initialized():
         return
+    if address != "auto" and not listens(address):  # Ray itself would ask for minutes
+        raise ConnectionError(f"nobody answers at {address}")
     try:
         ray.init(
             address=address,
@@ -72,7 +76,10 @@ def statuses(address: str) -> list[WorkerStatus]:
     """
     connect(address)
     found: dict[str, Any] = {}
-    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
+    named = ray.util.list_named_actors(all_namespaces=True)
+    names = [
+        each["name"] for each in named if each["namespace"] == NAMESPACE and each["name"].startswith(WORKER_PREFIX)
+    ]
     for name in sorted(names):
         found[name] = ray.get_actor(name, namespace=NAMESPACE).status.remote()
     ray.wait(list(found.values()), num_returns=len(found), timeout=ANSWER_SECONDS) if found else None
@@ -91,7 +98,7 @@ def _status(name: str, answer: Any) -> WorkerStatus:
 
 
 def worker_name(role: str, place: int) -> str:
-    return f"grpo-{role}-{place}"
+    return f"{WORKER_PREFIX}{role}-{place}"
 
 
 def worker_handle(role: str, place: int, gpus: float) -> Any:

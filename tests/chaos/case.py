@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_lib.config import RunConfig
 from grpo_lib.config_files import make_config
 from grpo_lib.run import Run
 from grpo_lib.storage.paths import is_manifest, run_folder
@@ -37,13 +36,7 @@ class Place:
     @property
     def values(self) -> dict[str, Any]:
         """The configuration."""
-        placement = {
-            "kind": "ray",
-            "ray": {"address": self.address},
-            "threads": 1,
-            "device": "cpu",
-            "ranks": self.ranks,
-        }
+        placement = {"kind": "ray", "threads": 1, "device": "cpu", "ranks": self.ranks} | self.placement
         more = {"store": self.store, "tracking": self.tracking, "placement": placement}
         return CASE | more | (RANKS if self.ranks > 1 else {})
 
@@ -55,15 +48,13 @@ class Place:
         """For a look at what it has committed."""
         return Run(make_config(self.values | {"store": self.direct}))
 
-    def config(self) -> RunConfig:
-        return make_config(self.values)
-
     def committed(self) -> set[str]:
         """Paths of its manifests."""
         return {info.path for info in self.run().objects.list(run_folder("chaos")) if is_manifest(info.path)}
 
 
 def copy(source: Run, target: Run) -> None:
-    """Everything in one store into another."""
-    for info in source.objects.list(""):
-        target.objects.put_bytes(info.path, source.objects.get(info.path))
+    """What a run has committed before its first iteration, into another store."""
+    for prefix in (f"{run_folder('chaos')}/setup", "index"):
+        for info in source.objects.list(prefix):
+            target.objects.put_bytes(info.path, source.objects.get(info.path))

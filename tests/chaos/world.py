@@ -45,7 +45,8 @@ class World:
         self.folder, self.services, self._s3 = folder, services, s3
         self.proxy = FaultyProxy(s3, stall_seconds=2)
         self._empty = folder / "empty.db"
-        self._expected: dict[tuple[str, int], tuple[Place, Expected]] = {}
+        self._start: dict[str, Place] = {}
+        self._expected: dict[tuple[str, int], Expected] = {}
 
     def prepare(self) -> None:
         """An empty MLflow database, to be copied: to make one takes seconds; and the bucket."""
@@ -79,19 +80,20 @@ class World:
     def undisturbed(self, store: str, ranks: int) -> Expected:
         """Of such a run; made when it is first asked for."""
         if (store, ranks) not in self._expected:
-            start = self.place(f"start-{store}-{ranks}", store, "file", ranks)
-            _finish(FlowProcess("warm_start", start.values, start.log), start)
             place = self.place(f"undisturbed-{store}-{ranks}", store, "file", ranks)
-            copy(start.run(), place.run())
+            begun = self.begin(place)
             _finish(FlowProcess("train", place.values, place.log), place)
-            self._expected[store, ranks] = start, self.found(place, begun=len(start.committed()))
-        return self._expected[store, ranks][1]
+            self._expected[store, ranks] = self.found(place, begun)
+        return self._expected[store, ranks]
 
-    def begin(self, place: Place) -> None:
-        """Puts what an undisturbed run begins with into a fresh place: it has trained the small model already."""
-        kind = "s3" if str(place.store["uri"]).startswith("s3:") else "folder"
-        self.undisturbed(kind, place.ranks)
-        copy(self._expected[kind, place.ranks][0].run(), place.run())
+    def begin(self, place: Place) -> int:
+        """Copies what every run begins with, the small model, into a fresh place; returns how many manifests."""
+        store = "s3" if str(place.store["uri"]).startswith("s3:") else "folder"
+        if store not in self._start:
+            self._start[store] = self.place(f"start-{store}", store, "file", 1)
+            _finish(FlowProcess("warm_start", self._start[store].values, self._start[store].log), self._start[store])
+        copy(self._start[store].run(), place.run())
+        return len(place.committed())
 
     def found(self, place: Place, begun: int) -> Expected:
         """What a run came to."""

@@ -374,3 +374,30 @@ def test_with_filters_a_new_reward_draws_further_prompts_by_the_branch_s_setting
     assert {each.config["reward"]["correct"] for each in of(made, "reward", 0)} == {1.0}
     assert len(of(made, "update")) == 2 and run.shares("reference", 0) and not run.shares("reference", 1)
     assert files(config) == before
+
+
+def test_an_edited_plugin_counts_from_the_fork_on_and_what_is_before_it_stays(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import flows.train
+
+    def of_today(text: str) -> None:
+        monkeypatch.setattr(flows.train, "plugin_digests", lambda algorithm, *settings: {"plugin/mine": text})
+
+    of_today("a" * 64)
+    config = tiny("iterations=3")
+    base = train(config)
+    of_today("b" * 64)
+    found = reasons(config, 1, "reward")
+    assert found["reward"] == found["old_logprobs"] == ("reused", [])
+    assert found["advantage"] == ("runs", [f"plugin/mine: {'a' * 12} -> {'b' * 12}"])
+    assert found["update"][1][0] == f"plugin/mine: {'a' * 12} -> {'b' * 12}"
+    before = files(config)
+    made = branch_of(config, 1, "reward", name="mended")
+    assert {place for place in computed(made) if place[1] in (None, 0)} == set()
+    assert {("reward", 1), ("advantage", 1), ("update", 1), ("advantage", 2)} <= set(computed(made))
+    assert {each.external["plugin/mine"] for each in of(made, "advantage", 0) if each.external} == {"a" * 64}
+    assert digests(made) == digests(base) | digests(of(made, "checkpoint", 0)), "the same function in another file"
+    again = train(load_run(config.store, "mended").config)
+    assert [each.manifest_sha256 for each in again] == [each.manifest_sha256 for each in made]
+    assert files(config) == before

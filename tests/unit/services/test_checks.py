@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from flows.cli.cluster import usage
 from flows.cli.main import app
 from grpo_lib.errors import ConfigError, MissingPackageError
 from grpo_lib.services import checks, local_set, ray_nodes
@@ -101,6 +102,8 @@ def test_the_services_listen_at_home_unless_asked_and_mlflow_then_knows_its_name
     monkeypatch.setattr(local_set, "own_address", lambda: "192.168.7.7")
     wide = services(asked(tmp_path, host="0.0.0.0", mlflow_port=5001))
     head, node, prefect, mlflow = wide
+    assert "ask for no password" in usage(asked(tmp_path, host="0.0.0.0"), "the token")
+    assert "password" not in usage(asked(tmp_path), "the token")
     allowed = mlflow.command[mlflow.command.index("--allowed-hosts") + 1].split(",")
     assert {"192.168.7.7", "192.168.7.7:5001", "localhost:5001", socket.gethostname()} <= set(allowed)
     assert prefect.env["PREFECT_SERVER_UI_API_URL"].startswith("http://192.168.7.7:")

@@ -214,7 +214,9 @@ def test_the_end_leaves_no_process_not_even_a_stubborn_one_nor_its_children(watc
     deaf = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     child = f"{deaf}print('ready', flush=True); time.sleep(600)"
     stubborn = f"{deaf}for _ in range(2): subprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(600)"
-    supervisor = watched.start(watched.service("soft"), watched.service("hard", stubborn, stop_seconds=100.0 if hurry else 0.5))
+    supervisor = watched.start(
+        watched.service("soft"), watched.service("hard", stubborn, stop_seconds=100.0 if hurry else 0.5)
+    )
     watched.until(lambda: supervisor.all_up)
     watched.until(lambda: len(watched.process(1).children()) == 2)
     mine = [watched.process(), watched.process(1), *watched.process(1).children()]
