@@ -38,6 +38,7 @@ from grpo_lib.progress import progress
 from grpo_lib.run import Run
 from grpo_lib.storage.keys import ConfigView, StageSpec
 from grpo_lib.storage.lease import check_lease
+from grpo_lib.storage.local import full_disk_errors
 from grpo_lib.storage.stages import ArtifactRef, Attempt, InputRef
 
 Input = ArtifactRef | Sequence[ArtifactRef] | None
@@ -317,7 +318,8 @@ class StageTask:
         progress().stage_started(self.spec.name, iteration)
         config = run.at(self.spec.name, iteration, shard).config
         outside = run.external(self.spec.name, iteration, external)
-        with run.stages.attempt(self.spec, config, key, artifacts(inputs), iteration, shard, outside) as attempt:
+        attempt = run.stages.attempt(self.spec, config, key, artifacts(inputs), iteration, shard, outside)
+        with full_disk_errors(), attempt:
             return self.body(Stage(run, self.spec, iteration, shard, key, attempt, external), *inputs)
 
     def _elsewhere(

@@ -34,8 +34,9 @@ class RaySet:
 
     def __init__(self, workers: Mapping[str, int]) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="grpo-", dir="/tmp"))  # short: paths of sockets are limited
-        self.spy = self.home / "spy"
+        self.spy, temporary = self.home / "spy", self.home / "tmp"
         self.spy.mkdir()
+        temporary.mkdir()
         self._folder = self.home / "set"
         self._workers = workers
         self._ports = {name: free_port() for name in ("prefect", "mlflow", "ray")}
@@ -46,6 +47,7 @@ class RaySet:
             "PYTHONPATH": f"{SPY}:{ROOT}",
             "GRPO_TEST_SPY": str(self.spy),
             "RAY_TMPDIR": str(self.home),
+            "TMPDIR": str(temporary),  # what killed processes leave goes with it
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.home / "token"),
             "PREFECT_HOME": str(self.home / "prefect"),

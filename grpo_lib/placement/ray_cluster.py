@@ -21,6 +21,7 @@ from grpo_lib.placement.failures import error_class
 from grpo_lib.placement.ray_connection import (
     GONE,
     POLL_SECONDS,
+    SILENT,
     answer_of,
     connect,
     end,
@@ -117,7 +118,7 @@ class Cluster:
     def _follow(
         self, worker: Any, job: str, call: StageCall, on_message: OnMessage, deadline: float, name: str
     ) -> ArtifactRef:
-        seen = 0
+        seen, heard = 0, time.monotonic()
         while True:
             if self._stopped.is_set():
                 raise StageCancelledError(f"{call.name} was cancelled: its flow ends")
@@ -126,7 +127,13 @@ class Cluster:
                     f"{call.name} on {name} took longer than placement.ray.stage_seconds="
                     f"{self._ray.stage_seconds:g} and was cancelled; raise it, or look at the worker's log"
                 )
-            messages = json.loads(answer_of(worker.poll.remote(job, seen, POLL_SECONDS)))
+            try:
+                messages = json.loads(answer_of(worker.poll.remote(job, seen, POLL_SECONDS)))
+            except SILENT:
+                if time.monotonic() - heard > self._wait:
+                    raise
+                continue
+            heard = time.monotonic()
             if messages is None:
                 raise WorkerLostError(f"{name} was killed while it ran {call.name}, and is there again")
             for message in messages:
@@ -148,9 +155,12 @@ class Cluster:
                 if messages is None or any(each["kind"] in ("done", "failed") for each in messages):
                     return
                 seen += len(messages)
-            restart(worker)
+        except SILENT:
+            pass  # nor will it hear us
         except GONE:
-            pass  # it is gone already
+            return  # it is gone already
+        with suppress(*GONE):
+            restart(worker)
 
     @contextmanager
     def _taken(self, role: str) -> Iterator[tuple[int, Any]]:

@@ -34,6 +34,8 @@ ANSWER_SECONDS = 10.0
 POLL_SECONDS = 0.5
 GONE = (RayError, ConnectionError, OSError)
 """What a lost worker or cluster looks like."""
+SILENT = GetTimeoutError
+"""What a worker looks like that is busy with something that lets nothing else in its process go on."""
 
 
 def connect(address: str) -> None:

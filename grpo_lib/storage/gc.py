@@ -166,8 +166,7 @@ def _weights(found: Contents, rules: Rules) -> list[Garbage]:
             old = all(rules.old(info.modified) for info in infos)
             if old and rules.concerns(run) and not _is_needed(manifest, needed):
                 own = [info for info in infos if paths.run_of(info.path) == run]
-                why = f"weights for engines, of which the last {rules.keep_weights} are kept"
-                things.append(_thing("weights", run, manifest.path, own, why, manifest))
+                things.append(_thing("weights", run, manifest.path, own, "can be made again", manifest))
     return things
 
 

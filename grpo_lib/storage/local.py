@@ -5,19 +5,21 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from grpo_lib.errors import NotFoundError, StoreUnreachableError
+from grpo_lib.errors import GrpoError, NotFoundError, StoreUnreachableError
 from grpo_lib.storage.objects import ObjectInfo, Unfinished, checked_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.tmp")
 
 
@@ -169,8 +171,26 @@ def disk_errors(place: Path) -> Iterator[None]:
         raise StoreUnreachableError(f"can't use {place}: {reason}; {_remedy(error.errno)}") from error
 
 
+@contextmanager
+def full_disk_errors() -> Iterator[None]:
+    """Turns the error of a full disk, wherever the block writes and with whatever library, into the store's."""
+    try:
+        yield
+    except GrpoError:
+        raise
+    except Exception as error:
+        number = re.search(r"os error (\d+)", str(error))  # what libraries in Rust make of it
+        code = getattr(error, "errno", None) or (int(number[1]) if number else None)
+        if code not in FULL:
+            raise
+        raise StoreUnreachableError(
+            f"can't write: {error}; {_remedy(code)}; temporary files lie in {tempfile.gettempdir()}, set TMPDIR for "
+            "another place"
+        ) from error
+
+
 def _remedy(code: int | None) -> str:
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if code in FULL:
         return "free some space or raise the quota (`ulimit -f`), or set store.uri to a folder on another disk"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "give this user the right to read and write there, or set store.uri to another folder"

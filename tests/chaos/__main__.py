@@ -8,7 +8,6 @@ Prints a line a seed, and ends with code 1 if one of them went wrong.
 
 import argparse
 import json
-import logging
 import sys
 import tempfile
 from dataclasses import asdict
@@ -18,7 +17,8 @@ from tests.chaos.play import Game, Outcome
 from tests.chaos.scenario import draw
 from tests.chaos.world import world
 
-HEADER = f"{'seed':>5}  {'store':6}  {'what happened':74}  {'flows':>5}  {'seconds':>7}  {'rollouts':>14}  end"
+COLUMNS = "{:>5}  {:6}  {:7}  {:74}  {:>5}  {:>7}  {:>14}  {}"
+HEADER = COLUMNS.format("seed", "store", "variant", "what happened", "flows", "seconds", "rollouts", "end")
 
 
 def main() -> int:
@@ -30,7 +30,6 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="Folder for stores and logs; default: a temporary one.")
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.seeds) if options.seed is None else [options.seed]
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="grpo-chaos-") as temporary:
         folder = options.keep or Path(temporary)
@@ -49,14 +48,12 @@ def main() -> int:
 
 
 def line(outcome: Outcome) -> str:
-    """Of the table."""
+    """Of the table. Rollouts: generated = committed + in flight when something was killed."""
     scenario = outcome.scenario
-    counts = f"{outcome.generated} = {outcome.committed} + {outcome.in_flight}"
+    rollouts = f"{outcome.generated} = {outcome.committed} + {outcome.in_flight}"
+    what, seconds = ", ".join(outcome.happened), f"{outcome.seconds:.1f}"
     end = "; ".join(outcome.problems) or "the same"
-    return (
-        f"{scenario.seed:>5}  {scenario.store:6}  {', '.join(outcome.happened):74}  {outcome.flows:>5}  "
-        f"{outcome.seconds:>7.1f}  {counts:>14}  {end}"
-    )
+    return COLUMNS.format(scenario.seed, scenario.store, scenario.variant, what, outcome.flows, seconds, rollouts, end)
 
 
 if __name__ == "__main__":

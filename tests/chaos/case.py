@@ -9,14 +9,21 @@ from grpo_lib.run import Run
 from grpo_lib.storage.paths import is_manifest, run_folder
 from tests.flows.tiny import TINY
 
-ITERATIONS = 4
 CASE: dict[str, Any] = TINY | {
     "name": "chaos",
-    "iterations": ITERATIONS,
+    "iterations": 4,
     "algorithm": {"kl": {"coef": 0.01}, "entropy_coef": 0.01},
     "rollout": {"prompts": 4, "samples": 8, "shards": 2, "max_prompt_tokens": 24, "max_new_tokens": 24},
 }
-RANKS = {"trainer": {"optimizer": {"lr": 1e-3}, "backend": "fsdp2"}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ranks": {"trainer": {"optimizer": {"lr": 1e-3}, "backend": "fsdp2"}},
+    "ahead": {
+        "pipeline": {"max_staleness": 1},
+        "algorithm": CASE["algorithm"] | {"rollout_correction": {"preset": "decoupled_token_is"}},
+    },
+}
+"""The trainer as two processes; and rollouts that run ahead of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +38,15 @@ class Place:
     """As the tests do."""
     tracking: dict[str, Any]
     placement: dict[str, Any] = field(default_factory=dict)
-    ranks: int = 1
+    variant: str = "plain"
 
     @property
     def values(self) -> dict[str, Any]:
         """The configuration."""
-        placement = {"kind": "ray", "threads": 1, "device": "cpu", "ranks": self.ranks} | self.placement
-        more = {"store": self.store, "tracking": self.tracking, "placement": placement}
-        return CASE | more | (RANKS if self.ranks > 1 else {})
+        ranks = 2 if self.variant == "ranks" else 1
+        placement = {"kind": "ray", "threads": 1, "device": "cpu", "ranks": ranks} | self.placement
+        own = {"store": self.store, "tracking": self.tracking, "placement": placement}
+        return CASE | VARIANTS[self.variant] | own
 
     @property
     def log(self) -> Path:

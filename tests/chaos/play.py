@@ -65,8 +65,8 @@ class Game:
     def __init__(self, world: World, scenario: Scenario) -> None:
         self.world, self.scenario = world, scenario
         self.outcome = Outcome(scenario)
-        self.expected = world.undisturbed(scenario.store, scenario.ranks)
-        self.place = world.place(f"seed-{scenario.seed}", scenario.store, scenario.tracking, scenario.ranks)
+        self.expected = world.undisturbed(scenario.store, scenario.variant)
+        self.place = world.place(f"seed-{scenario.seed}", scenario.store, scenario.tracking, scenario.variant)
         world.begin(self.place)
         self.seen = len(self.begun())
         self.began = time.monotonic()

@@ -11,8 +11,10 @@ KINDS = (
 """The first thing that happens goes round these, so that twenty seeds in a row meet with everything."""
 FURTHER = ("flow", "flow", "flow", "flow", "generation", "rollout worker", "train worker")
 """What may happen besides, in the same run. ``generation``: the rollout worker, as it has begun a shard."""
-GENERATION_SECONDS = 0.05
-"""That a shard takes, about."""
+AHEAD = 0.25
+"""Of the runs on a folder, the part whose rollouts run ahead of training."""
+LAST_GENERATION, GENERATION_SECONDS = 0.6, 0.05
+"""When the last shards are begun, at the earliest, and how long one takes, about."""
 PASSING = ("store gone", "store failing", "quota", "ray head", "ray node", "prefect", "mlflow")
 """What is over after ``Fault.seconds``, but for the time that a service takes to start."""
 MINUTE = 0.1
@@ -43,7 +45,8 @@ class Scenario:
     """folder or s3."""
     tracking: str
     """file or server."""
-    ranks: int
+    variant: str
+    """Of the case; see `case.VARIANTS`."""
     faults: tuple[Fault, ...]
 
 
@@ -55,7 +58,7 @@ def draw(seed: int) -> Scenario:
     faults = [
         Fault(
             kind=kind,
-            after=dice.uniform(0.05, 0.9),
+            after=dice.uniform(0.05, LAST_GENERATION if kind == "generation" else 0.9),
             delay=dice.uniform(0, GENERATION_SECONDS if kind == "generation" else 0.3),
             seconds=60.0 if dice.random() < MINUTE and seed >= len(KINDS) else dice.uniform(0.5, 6),
         )
@@ -66,6 +69,6 @@ def draw(seed: int) -> Scenario:
         seed=seed,
         store="s3" if on_s3 else "folder",
         tracking="server" if "mlflow" in kinds else "file",
-        ranks=2 if "rank" in kinds else 1,
+        variant="ranks" if "rank" in kinds else "ahead" if not on_s3 and dice.random() < AHEAD else "plain",
         faults=tuple(sorted(faults, key=lambda each: each.after)),
     )

@@ -1,5 +1,6 @@
 """Where the chaos runs: what `grpo up` starts, an S3 server behind a proxy that can fail, and undisturbed runs."""
 
+import logging
 import os
 import shutil
 import sqlite3
@@ -46,7 +47,7 @@ class World:
         self.proxy = FaultyProxy(s3, stall_seconds=2)
         self._empty = folder / "empty.db"
         self._start: dict[str, Place] = {}
-        self._expected: dict[tuple[str, int], Expected] = {}
+        self._expected: dict[tuple[str, str], Expected] = {}
 
     def prepare(self) -> None:
         """An empty MLflow database, to be copied: to make one takes seconds; and the bucket."""
@@ -56,7 +57,7 @@ class World:
 
         boto3.client("s3", endpoint_url=self._s3, region_name="us-east-1").create_bucket(Bucket=BUCKET)
 
-    def place(self, name: str, store: str, tracking: str, ranks: int) -> Place:
+    def place(self, name: str, store: str, tracking: str = "file", variant: str = "plain") -> Place:
         """A fresh place for a run."""
         folder = self.folder / name
         folder.mkdir()
@@ -74,23 +75,23 @@ class World:
             direct=direct,
             tracking={"uri": uri, "experiment": name},
             placement={"ray": {"address": self.services.state.ray_address}},
-            ranks=ranks,
+            variant=variant,
         )
 
-    def undisturbed(self, store: str, ranks: int) -> Expected:
+    def undisturbed(self, store: str = "folder", variant: str = "plain") -> Expected:
         """Of such a run; made when it is first asked for."""
-        if (store, ranks) not in self._expected:
-            place = self.place(f"undisturbed-{store}-{ranks}", store, "file", ranks)
+        if (store, variant) not in self._expected:
+            place = self.place(f"undisturbed-{store}-{variant}", store, variant=variant)
             begun = self.begin(place)
             _finish(FlowProcess("train", place.values, place.log), place)
-            self._expected[store, ranks] = self.found(place, begun)
-        return self._expected[store, ranks]
+            self._expected[store, variant] = self.found(place, begun)
+        return self._expected[store, variant]
 
     def begin(self, place: Place) -> int:
         """Copies what every run begins with, the small model, into a fresh place; returns how many manifests."""
         store = "s3" if str(place.store["uri"]).startswith("s3:") else "folder"
         if store not in self._start:
-            self._start[store] = self.place(f"start-{store}", store, "file", 1)
+            self._start[store] = self.place(f"start-{store}", store)
             _finish(FlowProcess("warm_start", self._start[store].values, self._start[store].log), self._start[store])
         copy(self._start[store].run(), place.run())
         return len(place.committed())
@@ -155,6 +156,7 @@ def world(folder: Path, workers: Mapping[str, int]) -> Iterator[World]:
     try:
         services.start()
         start_server()
+        logging.getLogger("werkzeug").setLevel(logging.WARNING)
         with s3_server() as s3:
             made = World(folder, services, s3)
             made.prepare()

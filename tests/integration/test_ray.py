@@ -27,6 +27,7 @@ FEW_SECONDS = 30
 @pytest.fixture(scope="module")
 def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with world(tmp_path_factory.mktemp("ray"), {"rollout": 2, "train": 1, "score": 1}) as made:
+        made.undisturbed()
         yield made
 
 
@@ -35,7 +36,7 @@ def place(where: World, request: pytest.FixtureRequest) -> Callable[..., Place]:
     """Makes a place where the small model is there already; ``key=value`` settings as in a configuration."""
 
     def make(name: str = "", **placement: Any) -> Place:
-        made = where.place(f"{request.node.name[:40]}{name}", "folder", "file", 1)
+        made = where.place(f"{request.node.name[:40]}{name}", "folder")
         where.begin(made)
         made.placement.update(placement)
         return made
@@ -103,7 +104,7 @@ def generated(where: World) -> list[dict[str, Any]]:
 
 def check(where: World, place: Place) -> None:
     """The run is the same as an undisturbed one."""
-    expected = where.undisturbed("folder", 1)
+    expected = where.undisturbed()
     assert differences(where.found(place, expected.begun), expected) == []
 
 
@@ -148,7 +149,6 @@ def test_a_stage_of_a_dead_flow_goes_on_and_the_next_flow_joins_it(
 def test_a_worker_that_was_killed_while_idle_or_has_other_code_is_there_again_with_this_code(
     where: World, place: Callable[..., Place]
 ) -> None:
-    where.undisturbed("folder", 1)  # workers are warm
     services, code = where.services, where.services.spy / "code"
     code.write_text("0123456789abcdef")
     old = services.worker("rollout")

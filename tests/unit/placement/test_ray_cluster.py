@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, GetTimeoutError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from grpo_lib.config import RunConfig
 from grpo_lib.config_files import make_config
@@ -27,7 +27,8 @@ REF = ArtifactRef(
 )  # fmt: skip
 DONE = {"kind": "done", "ref": REF.model_dump(mode="json")}
 NOTE = {"kind": "note", "text": "warming up"}
-LOST = GetTimeoutError("the worker process has died")
+LOST = ActorUnavailableError("the worker process has died", None)
+SILENT = GetTimeoutError("no answer within 10 s")
 
 
 class Method:
@@ -202,6 +203,24 @@ def test_a_stage_that_takes_too_long_is_cancelled_or_its_worker_killed(ray: Fake
             run(Cluster(config("placement.ray.stage_seconds=0.1")))
         assert worker.cancelled == 1
         assert ray.restarted == killed
+
+
+def test_a_worker_that_is_silent_for_a_while_is_not_lost_but_one_that_stays_silent_is(ray: FakeRay) -> None:
+    worker = FakeWorker("grpo-rollout-0", [[NOTE], SILENT, SILENT, [DONE]])
+    ray.workers["grpo-rollout-0"] = [worker]
+    assert run(Cluster(config())) == REF
+    worker.says = [SILENT] * 10**6
+    with pytest.raises(WorkerLostError, match="no answer within 10 s"):
+        run(Cluster(config()))
+    assert ray.restarted == []
+
+
+def test_a_worker_that_can_not_be_told_to_stop_is_killed(ray: FakeRay) -> None:
+    worker = FakeWorker("grpo-rollout-0", [SILENT] * 10**6)
+    ray.workers["grpo-rollout-0"] = [worker]
+    with pytest.raises(WorkerError, match="stage_seconds"):
+        run(Cluster(config("placement.ray.stage_seconds=0.1")))
+    assert ray.restarted == [worker]
 
 
 def test_the_end_of_the_flow_cancels_what_runs_and_what_waits(ray: FakeRay) -> None:
