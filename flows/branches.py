@@ -16,9 +16,9 @@ from grpo_lib.recipe import check_algorithm
 from grpo_lib.run import Run, differences, load_run
 from grpo_lib.storage.paths import run_file
 from grpo_lib.storage.stages import Manifest
-from tasks.base import planned_by
 from tasks.dataset import dataset
 from tasks.plan import Call, Plan, PlanEndError, is_planned
+from tasks.planner import planned_by
 
 COPIES = ("checkpoint", "weights")
 """Stages that can be made again from others at any time."""

@@ -63,7 +63,7 @@ def mend(run: Run) -> None:
         damage = verdict.damage
         progress().note(f"{damage.path} {damage.problem}: {verdict.remedy}")
         if verdict.again:
-            set_aside(run.objects, survey, damage)
+            set_aside(run.objects, survey, damage)  # of several damages of an artifact the first does it
     run.objects.delete([paths.damage_file(run.name)])
 
 
@@ -168,25 +168,32 @@ def set_aside(objects: ObjectStore, survey: Survey, damage: Damage) -> None:
     assert damage.manifest is not None
     path, manifest = damage.manifest, survey.manifests.get(damage.manifest)
     index = paths.index_path(paths.manifest_place(path)[2])
+    if damage.kind == "index":
+        objects.put_bytes(index, IndexEntry(manifest=path).model_dump_json().encode())
+        return
+    aside = _copied_aside(objects, path)
+    if aside is None and objects.exists(paths.remake_file(path)):
+        return  # it was set aside before
     origin = _origin(objects, manifest)
-    if damage.kind == "index" or origin is not None:
-        source = path if origin is None else origin.path
-        objects.put_bytes(index, IndexEntry(manifest=source).model_dump_json().encode())
-        if damage.kind == "index":
-            return
-    try:
-        data = objects.get(path)
-    except NotFoundError:
-        aside = None
+    if origin is not None:
+        objects.put_bytes(index, IndexEntry(manifest=origin.path).model_dump_json().encode())
     else:
-        aside = paths.aside(path, hashlib.sha256(data).hexdigest())
-        objects.put_bytes(aside, data)
-    if origin is None:
         own = manifest is not None and manifest.adopted_from is None
         remake = Remake(digest=_expected(survey, path), manifest=aside if own else None)
         objects.put_bytes(paths.remake_file(path), remake.model_dump_json().encode())
         objects.delete([index])  # nobody else shall adopt it
     objects.delete([path])
+
+
+def _copied_aside(objects: ObjectStore, manifest: str) -> str | None:
+    """Where a manifest is kept from now on; None: there is none."""
+    try:
+        data = objects.get(manifest)
+    except NotFoundError:
+        return None
+    aside = paths.aside(manifest, hashlib.sha256(data).hexdigest())
+    objects.put_bytes(aside, data)
+    return aside
 
 
 def _expected(survey: Survey, path: str) -> str | None:

@@ -17,10 +17,8 @@ without a manifest in the store the task runs, whatever Prefect remembers.
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 from prefect import get_run_logger, task
@@ -40,6 +38,7 @@ from grpo_lib.storage.keys import ConfigView, StageSpec
 from grpo_lib.storage.lease import check_lease
 from grpo_lib.storage.local import full_disk_errors
 from grpo_lib.storage.stages import ArtifactRef, Attempt, InputRef
+from tasks.planner import current_planner
 
 Input = ArtifactRef | Sequence[ArtifactRef] | None
 LOGGED_SECONDS = 5.0
@@ -156,33 +155,6 @@ class KnownResult(StageFuture):
         return self._ref
 
 
-class Planner(Protocol):
-    """Stands in for running: is told of every stage that the flow calls, and says what it would come to."""
-
-    def called(
-        self,
-        task: "StageTask",
-        run: Run,
-        iteration: int | None,
-        inputs: tuple[Input, ...],
-        shard: int,
-        external: dict[str, str],
-    ) -> ArtifactRef: ...
-
-
-_planner: ContextVar[Planner | None] = ContextVar("planner", default=None)
-
-
-@contextmanager
-def planned_by(planner: Planner) -> Iterator[None]:
-    """While it is open no stage runs: ``planner`` gets the calls. The flow's own code decides which those are."""
-    token = _planner.set(planner)
-    try:
-        yield
-    finally:
-        _planner.reset(token)
-
-
 def forget_results() -> None:
     """Drops what Prefect remembers of results that nobody holds any more: in long runs that is most of the memory."""
     context = FlowRunContext.get()
@@ -234,7 +206,7 @@ class StageTask:
             external: what else the result depends on: digests of data files or of a user's functions, a column asked
                 for. Part of its key; the body sees it as ``stage.external``.
         """
-        planner = _planner.get()
+        planner = current_planner()
         if planner is not None:
             return planner.called(self, run, iteration, inputs, shard, dict(external or {}))
         known, chosen, arguments = self._prepare(run, iteration, inputs, shard, external)
@@ -245,7 +217,7 @@ class StageTask:
         self, run: Run, iteration: int | None, *inputs: Input, shard: int = 0, external: Mapping[str, str] | None = None
     ) -> "StageFuture":
         """Starts the stage on the flow's task runner."""
-        planner = _planner.get()
+        planner = current_planner()
         if planner is not None:
             return KnownResult(planner.called(self, run, iteration, inputs, shard, dict(external or {})))
         known, chosen, arguments = self._prepare(run, iteration, inputs, shard, external)

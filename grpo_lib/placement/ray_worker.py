@@ -92,10 +92,7 @@ class StageWorker:
         self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._running: Job | None = None
         show_progress_on(_Relay(self))
-        for package in OURS:
-            logging.getLogger(package).setLevel(logging.INFO)
-        for handler in (_Logs(self), logging.StreamHandler()):  # the second: the process's own log, in Ray's folder
-            logging.getLogger().addHandler(handler)
+        self._logs = _Logs(self)
         threading.Thread(target=self._work, name="stages", daemon=True).start()
 
     def start(self, text: str) -> str:
@@ -196,8 +193,17 @@ class StageWorker:
 
         if self._role == "rollout":
             only_generate()
+        importlib.import_module(call.task.partition(":")[0])
+        self._listen()
         # Ray leaves one thread to a worker that asks for no CPUs.
         use_threads(Run.from_json(call.run).config.placement.threads or len(os.sched_getaffinity(0)))
+
+    def _listen(self) -> None:
+        """Hears what is logged. Not before a stage is imported, and with it Prefect, which takes all handlers away."""
+        for package in OURS:
+            logging.getLogger(package).setLevel(logging.INFO)
+        if self._logs not in logging.getLogger().handlers:
+            logging.getLogger().addHandler(self._logs)
 
 
 class _Relay:

@@ -111,6 +111,13 @@ def test_resume_makes_damaged_files_again_and_the_run_is_what_it_was(tiny: Tiny)
         assert kept, f"{path} was destroyed"
         stages.add(next(step for step in path.split("/") if step in ORDER))
     assert len(stages) >= 4, stages
+    saved = {
+        each.path: (root / each.path).read_bytes() for each in of(Run(config).stages.manifests(), "checkpoint")[0].parts
+    }
+    for path in saved:
+        flip(root / path, draw)
+    train_after_damage(config)
+    assert {path: (root / path).read_bytes() for path in saved} == saved
     for publication in of(Run(config).stages.manifests(), "publish"):
         flip(root / publication.path, draw)
     train_after_damage(config)

@@ -20,6 +20,7 @@ from grpo_lib.storage.gc import Garbage, Rules, garbage, remove
 from grpo_lib.storage.lease import Pace, holding
 from grpo_lib.storage.objects import ObjectStore
 from grpo_lib.storage.remake import part_problem
+from grpo_lib.storage.s3 import S3Store
 from grpo_lib.storage.stages import ArtifactRef, StageSpec, StageStore, stage_key
 from grpo_lib.storage.verify import verify_run
 from tests.memory_store import MemoryStore
@@ -176,6 +177,18 @@ def test_attempts_of_a_run_that_is_held_are_left_with_the_reason(local_store: Ob
         assert "held by process" in left and len(stored(local_store)) == 4
     assert remove_garbage(store, found, lambda thing: None) == []
     assert not [path for path in stored(local_store) if path.startswith(folder)]
+
+
+def test_the_store_may_be_a_bucket(s3_store: S3Store) -> None:
+    folder, kept = abandoned(StageStore(s3_store, "demo"), 0), commit(StageStore(s3_store, "demo"), UPDATE, 1)
+    s3_store._client.create_multipart_upload(Bucket=s3_store.bucket, Key=f"{s3_store.prefix}/runs/demo/cut-off")
+    config = StoreConfig(uri=s3_store.uri, endpoint_url=s3_store.endpoint, region="us-east-1")
+    found = find_garbage(config, [], older_than_days=0, keep_weights=1)
+    assert [(each.kind, each.path) for each in found] == [("attempt", folder), ("unfinished", "runs/demo/cut-off")]
+    assert remove_garbage(config, found, lambda thing: None) == []
+    assert list(s3_store.unfinished()) == []
+    StageStore(s3_store, "demo").verify(kept)
+    assert not [path for path in stored(s3_store) if path.startswith(folder)]
 
 
 def test_what_mlflow_refers_to_stays_even_without_a_manifest(
