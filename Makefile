@@ -6,13 +6,15 @@ READY := $(VENV)/.installed
 # pip's local wheels serve uv as well.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 WORKERS ?= 2
+SEEDS ?= 200
 
-.PHONY: help demo demo-seeds test check bench docs clean
+.PHONY: help demo demo-seeds test chaos check bench docs clean
 
 help:
 	@echo "make demo        train a small model on Countdown: environment, warm start, GRPO, evaluation"
 	@echo "make demo-seeds  the demo with three seeds, as a table"
 	@echo "make test        all tests"
+	@echo "make chaos       SEEDS=200 runs in which something is killed or fails, as a table; SEED=17: that one again"
 	@echo "make check       ruff, mypy, import rules"
 	@echo "make bench       benchmarks (ratios measured side by side)"
 	@echo "make docs        build the documentation"
@@ -31,6 +33,9 @@ demo-seeds: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+
+chaos: $(READY)
+	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -2,16 +2,16 @@
 
 from prefect import flow
 
+from flows.batches import evaluation
 from grpo_lib.config import RunConfig
-from grpo_lib.errors import NotFoundError
-from grpo_lib.generation.agents import agent_digests
+from grpo_lib.errors import ConfigError, NotFoundError
+from grpo_lib.placement.clusters import attach, stop_clusters
 from grpo_lib.placement.devices import use_threads
 from grpo_lib.placement.local import end_processes
 from grpo_lib.preflight import check_agent, data_digests
 from grpo_lib.run import Run
 from grpo_lib.storage.manifests import Manifest, latest
 from tasks.dataset import dataset
-from tasks.evaluate import evaluate as evaluate_policy
 
 
 @flow(name="evaluate")
@@ -19,6 +19,10 @@ def evaluate(config: RunConfig, version: int | None = None) -> dict[str, float]:
     """Evaluates policy ``version`` (updates done; default the last) of the run that ``config`` names."""
     try:
         return run_evaluation(config, version)
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            stop_clusters()
+        raise
     finally:
         end_processes()
 
@@ -28,10 +32,16 @@ def run_evaluation(config: RunConfig, version: int | None) -> dict[str, float]:
     run = Run(config)
     check_agent(config)
     use_threads(config.placement.threads)
+    attach(config)
     policy = policy_of(run, version)
+    made = policy_version(policy)
+    if run.shares("evaluate", made):
+        owner = run.at("evaluate", made).name
+        raise ConfigError(
+            f"policy {made} of branch {run.name!r} is run {owner!r}'s; `grpo evaluate {owner} -k {made}` judges it"
+        )
     data = dataset(run, None, external=data_digests(config))
-    tools = agent_digests(config.rollout.agent)
-    result = evaluate_policy(run, policy_version(policy), data, policy.to_ref(reused=True), external=tools)
+    result = evaluation(run, policy_version(policy), data, policy.to_ref(reused=True))
     summary = run.stages.manifest(result).summary
     return {name: float(value) for name, value in summary.items() if isinstance(value, int | float)}
 

@@ -26,7 +26,7 @@ def export(run: Run, version: int | None, folder: Path) -> dict[str, str | int]:
     use_threads(run.config.placement.threads)
     manifest = policy_of(run, version)
     policy = manifest.to_ref(reused=True)
-    engines = workers(run, policy)
+    engines = workers(run.at("checkpoint", policy_version(manifest) - 1), policy)  # a branch's first are another's
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".grpo-export-") as name:  # whole, or not there
         made = Path(name) / "model"

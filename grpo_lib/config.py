@@ -13,6 +13,8 @@ from pydantic import Field, field_validator, model_validator
 
 from grpo_lib.config_algorithm import AlgorithmConfig
 from grpo_lib.config_base import Section, UrlWithoutSecrets
+from grpo_lib.config_branch import BranchConfig
+from grpo_lib.config_placement import PipelineConfig, PlacementConfig
 from grpo_lib.config_rollout import RolloutConfig
 
 MAX_POSITIONS = 4096
@@ -27,6 +29,9 @@ class StoreConfig(Section):
     uri: UrlWithoutSecrets = Field("grpo-store", min_length=1, description="A folder, or s3://bucket/prefix.")
     endpoint_url: UrlWithoutSecrets | None = Field(None, description="S3 endpoint, for services other than AWS.")
     region: str | None = Field(None, description="S3 region; credentials come from the environment, never from here.")
+    patience_seconds: float = Field(
+        120, ge=0, description="So long an S3 service that is away is asked again; wrong credentials fail at once."
+    )
 
 
 class SmallModelConfig(Section):
@@ -327,20 +332,8 @@ class TrackingConfig(Section):
     )
     experiment: str = Field("grpo", min_length=1, description="Name of the MLflow experiment.")
     rollout_samples: int = Field(8, ge=0, description="Rollouts an evaluation shown in MLflow's table.")
-
-
-class PlacementConfig(Section):
-    """Where stages run."""
-
-    kind: Literal["local"] = Field("local", description="`local`: in this process, engines stay warm.")
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto, cpu, cuda or cuda:N.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of torch; null: torch's own choice.")
-    ranks: int = Field(1, ge=1, le=1024, description="Processes of the trainer (backends fsdp2 and deepspeed).")
-    rank_timeout_seconds: float = Field(
-        1800, gt=0, description="A rank that does not answer for so long counts as lost; above the longest update."
-    )
-    peak_tflops: float | None = Field(
-        None, gt=0, description="Of one device, for model FLOPs utilisation; null: known for common GPUs."
+    patience_seconds: float = Field(
+        120, ge=0, description="So long an MLflow server that is away is asked again; a refusal fails at once."
     )
 
 
@@ -369,6 +362,8 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
     placement: PlacementConfig = PlacementConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    branch: BranchConfig | None = Field(None, description="Of which run this is a branch; `grpo rerun` sets it.")
 
     @field_validator("name")
     @classmethod
@@ -380,6 +375,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _parts_fit(self) -> "RunConfig":
         rollout, trainer, optimizer = self.rollout, self.trainer, self.trainer.optimizer
+        if self.branch is not None and self.name in (None, self.branch.run):
+            raise ValueError(f"a branch of run {self.branch.run!r} needs a name of its own: set name")
         if self.model.path is None and self.warm_start is None:
             raise ValueError("model.path is null and there is no warm_start: name a model, or add `warm_start: {}`")
         if self.model.path is not None and self.warm_start is not None:
@@ -401,6 +398,17 @@ class RunConfig(Section):
                 "algorithm.rollout_correction.preset=decoupled_token_is to weight their tokens (or "
                 "algorithm.old_logprobs=bypass, which takes ratios to the policies that drew them)"
             )
+        if self.pipeline.max_staleness and uncorrected:
+            raise ValueError(
+                f"pipeline.max_staleness={self.pipeline.max_staleness} lets an older policy draw the responses; set "
+                "algorithm.rollout_correction.preset=decoupled_token_is to weight their tokens (or "
+                "algorithm.old_logprobs=bypass, which takes ratios to the policy that drew them)"
+            )
+        if self.pipeline.max_staleness and rollout.partial is not None:
+            raise ValueError(
+                f"rollout.partial and pipeline.max_staleness={self.pipeline.max_staleness} exclude each other: what "
+                "goes on is known when an iteration's rollouts are done; remove one"
+            )
         if rollout.shaped and uncorrected:
             raise ValueError(
                 f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}, "
@@ -411,6 +419,12 @@ class RunConfig(Section):
             )
         if rollout.vllm.adapters and (trainer.lora is None or rollout.engine != "vllm"):
             raise ValueError("rollout.vllm.adapters=true needs rollout.engine=vllm and trainer.lora; set both")
+        apart = self.placement.kind == "ray" and self.placement.ray.rollout_workers > 0
+        if rollout.vllm.adapters and (apart or self.pipeline.max_staleness):
+            raise ValueError(
+                "rollout.vllm.adapters=true needs the trainer beside the engine; with workers of their own or "
+                "pipeline.max_staleness the merged weights are handed over: set adapters=false"
+            )
         if rollout.partial is not None and self.algorithm.filters:
             raise ValueError(
                 "rollout.partial and algorithm.filters exclude each other: with a budget an iteration takes the "
@@ -517,7 +531,9 @@ class RunConfig(Section):
         """The given name, or one made from the problem and everything that shapes the result."""
         if self.name is not None:
             return self.name
-        left_out: dict[str, Any] = dict.fromkeys(("name", "store", "tracking", "placement", "checkpoint"), True)
+        left_out: dict[str, Any] = dict.fromkeys(
+            ("name", "store", "tracking", "placement", "checkpoint", "branch"), True
+        )
         shaping = self.model_dump(mode="json", exclude=left_out | {"rollout": {"vllm", "server"}})
         digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()
         return f"{self.data.problem}-s{self.seed}-{digest[:8]}"

@@ -14,14 +14,15 @@ A package does the same and says in its pyproject.toml where: ``[project.entry-p
 
 import hashlib
 import importlib
+import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from grpo_lib.algorithms.registry import Entry
+from grpo_lib.algorithms.registry import Entry, nearest
 from grpo_lib.errors import ConfigError, GrpoError
 
 GROUP = "grpo_pipeline.plugins"
@@ -39,6 +40,33 @@ def load_plugins(modules: Sequence[str]) -> None:
         sys.path.append(os.getcwd())
     for module in modules:
         _import(module, f"algorithm.plugins: {module!r}")
+
+
+def load_function(text: str, origin: str) -> Callable[..., Any]:
+    """The function that ``module:name`` or ``path/to/file.py:name`` means; the current folder is searched too.
+
+    Args:
+        origin: the option or setting that names it, for messages.
+
+    Raises:
+        ConfigError: there is no such module, file or function, or importing it fails.
+    """
+    place, colon, name = text.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise ConfigError(f"{origin}={text!r}: name a function as module:function or path/to/file.py:function")
+    if place.endswith(".py"):
+        module = _import_file(Path(place), f"{origin}={text!r}")
+    else:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        _import(place, f"{origin}={text!r}")
+        module = sys.modules[place]
+    function = getattr(module, name, None)
+    if callable(function):
+        return function
+    known = {each: None for each, value in vars(module).items() if callable(value) and not each.startswith("_")}
+    found = f"{name!r} in it is no function" if hasattr(module, name) else f"there is no {name!r} in it"
+    raise ConfigError(f"{origin}={text!r}: {found}" + (f"; {nearest(name, known)}" if known else ""))
 
 
 def source_digests(entries: Iterable[Entry[Any]]) -> dict[str, str]:
@@ -69,3 +97,26 @@ def _import(module: str, origin: str) -> None:
         ) from None
     except Exception as error:
         raise ConfigError(f"{origin} fails when it is imported: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path, origin: str) -> Any:
+    """A module from a file; it finds what lies beside it."""
+    if not path.is_file():
+        raise ConfigError(f"{origin}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    before = sys.modules.get(path.stem)
+    sys.modules[path.stem] = module  # dataclasses look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{origin} fails when it is imported: {type(error).__name__}: {error}") from error
+    finally:
+        if before is not None:
+            sys.modules[path.stem] = before
+    return module

@@ -9,12 +9,13 @@ from typing import Any
 
 from grpo_lib.config import Gsm8kData, RunConfig
 from grpo_lib.errors import ConfigError, DataError, MissingPackageError, ModelError
+from grpo_lib.patience import Patience
 from grpo_lib.problems import get_problem
 from grpo_lib.problems.gsm8k import heldout_file
 from grpo_lib.run import Run, open_run
 from grpo_lib.storage.objects import check_store
 from grpo_lib.storage.paths import run_file
-from grpo_lib.tracking.mlflow import check_tracking, tracking_uri
+from grpo_lib.tracking.address import check_tracking, tracking_uri
 
 
 def check_surroundings(config: RunConfig) -> None:
@@ -29,16 +30,17 @@ def check_surroundings(config: RunConfig) -> None:
         check_model_folder("reference.path", config.reference.path)
     check_prompts(config)
     check_store(Run(config).objects)
-    check_tracking(tracking_uri(config))
+    patience = Patience(config.tracking.patience_seconds, "MLflow", "tracking.patience_seconds")
+    patience.call(lambda: check_tracking(tracking_uri(config)))
     from grpo_lib.recipe import check_algorithm  # the first that takes torch, which takes seconds
 
     check_algorithm(config)
     check_agent(config)
-    if config.placement.device not in ("auto", "cpu"):
+    if config.placement.kind == "local":  # a worker's devices are not those of this machine
         from grpo_lib.placement.devices import torch_device
 
         torch_device(config.placement.device)
-    check_devices(config)
+        check_devices(config)
     check_engine(config)
 
 
@@ -60,7 +62,8 @@ def check_engine(config: RunConfig) -> None:
         from grpo_lib.generation.server import check_settings
 
         check_settings(config.rollout.server)
-    if config.rollout.engine != "vllm" or torch_device(config.placement.device).type != "cpu":
+    on_workers = config.placement.kind == "ray"
+    if config.rollout.engine != "vllm" or on_workers or torch_device(config.placement.device).type != "cpu":
         return
     from grpo_lib.generation.vllm import check_head_size, head_size
 
@@ -78,6 +81,7 @@ def check_packages(config: RunConfig) -> None:
     """
     wants = {
         "deepspeed": ("trainer.backend=deepspeed", "'grpo-pipeline[deepspeed]'", config.trainer.backend == "deepspeed"),
+        "ray": ("placement.kind=ray", "'grpo-pipeline[ray]'", config.placement.kind == "ray"),
         "peft": ("trainer.lora", "'grpo-pipeline[lora]'", config.trainer.lora is not None),
         "vllm": (
             "rollout.engine=vllm",
@@ -123,6 +127,9 @@ def check_devices(config: RunConfig) -> None:
     """Each rank on GPUs has one of its own, and so has each engine."""
     import torch
 
+    from grpo_lib.placement.devices import torch_device
+    from grpo_lib.placement.engines import shares_gpu
+
     ranks, name = config.placement.ranks, config.placement.device
     on_gpus = name.startswith("cuda") or (name == "auto" and torch.cuda.is_available())
     if on_gpus and ranks > torch.cuda.device_count():
@@ -135,6 +142,13 @@ def check_devices(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.vllm.tensor_parallel x data_parallel = {engines}, but this machine has "
             f"{torch.cuda.device_count()} CUDA devices; lower one of them"
+        )
+
+
+    if config.pipeline.max_staleness and shares_gpu(config, torch_device(name)):
+        raise ConfigError(
+            f"pipeline.max_staleness={config.pipeline.max_staleness} generates while the trainer works, but here both "
+            "share a GPU; set it to 0, or give the engine GPUs of its own (rollout.vllm.own_process=true)"
         )
 
 

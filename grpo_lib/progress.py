@@ -1,5 +1,6 @@
 """Progress of long work, for whoever wants to show it: the command line shows bars, a server writes log lines."""
 
+import sys
 from typing import Protocol
 
 
@@ -33,6 +34,13 @@ class Silent:
     ) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+
+class Notes(Silent):
+    """Shows notes only, on stderr."""
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
 
 _sink: ProgressSink = Silent()

@@ -99,6 +99,23 @@ def wanted(algorithm: AlgorithmConfig) -> frozenset[str]:
     return frozenset(ADVANTAGES[algorithm.advantage].columns)
 
 
+def extra_stages(algorithm: AlgorithmConfig) -> frozenset[str]:
+    """Stages of an iteration that not every algorithm asks for; ``sum_squared_probs`` is a column of `old_logprobs`,
+    and ``exact_kl`` one that the update computes itself.
+    """
+    columns, kl = wanted(algorithm), algorithm.kl
+    asked = {
+        "old_logprobs": algorithm.old_logprobs == "decoupled",
+        "sum_squared_probs": "sum_squared_probs" in columns,
+        "ref_logprobs": kl.coef > 0 and not full_kl(algorithm),
+        "exact_kl": kl.coef > 0 and full_kl(algorithm),
+        "values": "values" in columns,
+        "greedy_rollout": "greedy_rewards" in columns,
+        "greedy_reward": "greedy_rewards" in columns,
+    }
+    return frozenset(name for name, is_asked in asked.items() if is_asked)
+
+
 def full_kl(algorithm: AlgorithmConfig) -> bool:
     """Whether the KL is computed from the logits of both policies."""
     return bool(KL_ESTIMATORS[algorithm.kl.estimator.removesuffix("+")].traits.get("from_logits"))

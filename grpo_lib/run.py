@@ -1,15 +1,17 @@
 """A training run: its configuration, its name, and its place in the store."""
 
 import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from grpo_lib.config import RunConfig, StoreConfig
 from grpo_lib.config_files import make_config
-from grpo_lib.errors import ConfigError, CorruptError, NotFoundError
+from grpo_lib.errors import ConfigError, CorruptError, NotFoundError, RunError
+from grpo_lib.patience import impatient
 from grpo_lib.storage.objects import ObjectStore, open_store
 from grpo_lib.storage.paths import continuation_file, run_file
-from grpo_lib.storage.stages import Manifest, StageStore, config_slice
+from grpo_lib.storage.stages import ArtifactRef, Manifest, StageSpec, StageStore, config_slice, stage_key
 
 # May differ between a run and its continuation: nothing of this is in the key of a stage that trains. Threads and
 # device change results in the last bits, so that a replay of updates made with others is refused.
@@ -17,6 +19,12 @@ CONTINUABLE = (
     "store.", "tracking.", "placement.", "checkpoint.", "evaluation.every", "name", "iterations",
     "rollout.vllm.", "rollout.server.",  # how engines are run, not what they draw
 )  # fmt: skip
+
+
+def hands_over(config: RunConfig) -> bool:
+    """Whether engines get policies as `weights` artifacts: the trainer is elsewhere, or further on."""
+    apart = config.placement.kind == "ray" and config.placement.ray.rollout_workers > 0
+    return apart or config.pipeline.max_staleness > 0
 
 
 class Run:
@@ -28,18 +36,95 @@ class Run:
         self.config = config
         self.name = config.run_name
 
+    def to_json(self) -> dict[str, Any]:
+        """What another process makes the same run from; ``name`` and ``place`` are for those who only look at it."""
+        return {"config": self.config.model_dump(mode="json"), "name": self.name, "place": self.place}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Run":
+        return cls(make_config(values["config"]))
+
     @property
     def objects(self) -> ObjectStore:
         return _objects(self.config.store)
 
     @property
     def stages(self) -> StageStore:
-        return _stages(self.config.store, self.name)
+        branch = self.config.branch
+        return _stages(self.config.store, self.name, None if branch is None else branch.run)
+
+    def at(self, stage: str, iteration: int | None, shard: int = 0) -> "Run":
+        """The run whose settings apply there: this one, or for what a branch shares the one that it branched off."""
+        branch = self.config.branch
+        if branch is None or stage == "publish":  # each run has points of its own in MLflow
+            return self
+        batch = shard // self.config.rollout.shards if stage in ("rollout", "reward") else shard
+        if not branch.shares(stage, iteration, batch):
+            return self
+        return self.lineage[1].at(stage, iteration, shard)
+
+    @property
+    def lineage(self) -> list["Run"]:
+        """This run, the one that it branched off, and so on."""
+        branch = self.config.branch
+        return [self] if branch is None else [self, *_base(self.config.store, branch.run).lineage]
+
+    def shares(self, stage: str, iteration: int | None, shard: int = 0) -> bool:
+        """Whether that is data of the run that this one branched off."""
+        return self.at(stage, iteration, shard) is not self
+
+    def external(self, stage: str, iteration: int | None, external: Mapping[str, str] | None) -> dict[str, str]:
+        """What a stage's result depends on outside the store. The first stage of a branch depends on the branch, so
+        that it runs anew even where nothing differs."""
+        owner, found = self.at(stage, iteration), dict(external or {})
+        branch = owner.config.branch
+        if branch is not None and (branch.stage, branch.iteration) == (stage, iteration):
+            found["branch"] = owner.name
+        return found
+
+    def key(
+        self,
+        spec: StageSpec,
+        inputs: Sequence[ArtifactRef],
+        iteration: int | None,
+        shard: int = 0,
+        external: Mapping[str, str] | None = None,
+    ) -> str:
+        """Key of a stage of this run. What a branch shares has the key that it has in the base, even where something
+        outside the store, such as a plugin, is another now."""
+        owner, outside = self.at(spec.name, iteration, shard), self.external(spec.name, iteration, external)
+        key = stage_key(spec, owner.config, inputs, iteration, shard, outside)
+        if owner is self or not outside or owner.stages.peek(spec, key, iteration, shard) is not None:
+            return key
+        place, made_from = (spec.name, spec.version, iteration, shard), [ref.digest for ref in inputs]
+        for each in reversed(owner.manifests(iteration)):
+            there = (each.stage, each.stage_version, each.iteration, each.shard)
+            if there == place and [ref.digest for ref in each.inputs] == made_from:
+                return each.key
+        return key
+
+    def check_may_make(self, stage: str, iteration: int | None, shard: int) -> None:
+        """Of what a branch shares it makes nothing itself, but for copies of a policy.
+
+        Raises:
+            RunError: it is shared, and not there.
+        """
+        owner = self.at(stage, iteration, shard)
+        if owner is not self and stage not in ("checkpoint", "weights"):
+            place = "" if iteration is None else f" of iteration {iteration}"
+            raise RunError(
+                f"run {self.name!r} shares {stage}{place} with {owner.name!r}, which has none with its settings and "
+                f"today's code and files; `grpo resume {owner.name}` makes what is missing, and `grpo rerun "
+                f"{owner.name} --iteration {iteration or 0} --stage {stage} --dry-run` says what differs"
+            )
 
     def manifests(self, iteration: int | None = None) -> list[Manifest]:
         """What the run committed with its own settings: an `evaluate` with others stands beside it in the store."""
-        found = self.stages.manifests(iteration)
-        return [each for each in found if each.config == config_slice(self.config, each.config)]
+        return [each for each in self.stages.manifests(iteration) if self._is_own(each)]
+
+    def _is_own(self, manifest: Manifest) -> bool:
+        config = self.at(manifest.stage, manifest.iteration, manifest.shard).config
+        return manifest.config == config_slice(config, manifest.config)
 
     @property
     def store_option(self) -> str:
@@ -59,8 +144,13 @@ def _objects(config: StoreConfig) -> ObjectStore:
 
 
 @lru_cache(maxsize=8)
-def _stages(config: StoreConfig, name: str) -> StageStore:
-    return StageStore(_objects(config), name)
+def _stages(config: StoreConfig, name: str, base: str | None) -> StageStore:
+    return StageStore(_objects(config), name, base)
+
+
+@lru_cache(maxsize=8)
+def _base(config: StoreConfig, name: str) -> Run:
+    return load_run(config, name)
 
 
 def open_run(config: RunConfig) -> Run:
@@ -73,7 +163,7 @@ def open_run(config: RunConfig) -> Run:
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True, indent=1)
     if run.objects.create(run_file(run.name), text.encode()):
         return run
-    different = _differences(make_config(stored_values(run.objects, run.name)), config)
+    different = differences(make_config(stored_values(run.objects, run.name)), config)
     if different:
         raise ConfigError(
             f"run {run.name!r} exists with other settings ({'; '.join(different)}); give this one another name, "
@@ -90,10 +180,12 @@ def load_run(store: StoreConfig, name: str, overrides: list[str] | tuple[str, ..
         NotFoundError: naming the runs that are there.
     """
     objects = _objects(store)
-    values = stored_values(objects, name)
-    if objects.exists(continuation_file(name)):
-        values = _read_json(objects, continuation_file(name))
-    given = {key: value for key, value in store.model_dump(mode="json").items() if value is not None}
+    with impatient():  # the address may be wrong, and somebody waits for the answer
+        values = stored_values(objects, name)
+        if objects.exists(continuation_file(name)):
+            values = _read_json(objects, continuation_file(name))
+    asked = store.model_dump(mode="json", exclude_unset=True)
+    given = {key: value for key, value in asked.items() if value is not None}
     values |= {"name": name, "store": values["store"] | given}
     return Run(make_config(values, overrides, origin=f"run {name}"))
 
@@ -127,7 +219,8 @@ def _parse(objects: ObjectStore, path: str, text: bytes) -> dict[str, Any]:
         raise CorruptError(f"{place} is not JSON any more ({error}); restore it from a backup") from None
 
 
-def _differences(before: RunConfig, after: RunConfig) -> list[str]:
+def differences(before: RunConfig, after: RunConfig) -> list[str]:
+    """Of the settings that shape what a run computes, for people."""
     old, new = _shaping(before), _shaping(after)
     keys = sorted(old.keys() | new.keys())
     return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]

@@ -15,24 +15,34 @@ without a manifest in the store the task runs, whatever Prefect remembers.
 """
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-from prefect import task
-from prefect.context import TaskRunContext
-from prefect.futures import PrefectFuture
+from prefect import get_run_logger, task
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.futures import PrefectConcurrentFuture
 from pydantic import JsonValue
 
-from grpo_lib.errors import RankLostError, ServerLostError, StoreUnreachableError, TrackingError
+from grpo_lib.errors import RankLostError, ServerLostError, StoreUnreachableError, TrackingError, WorkerLostError
+from grpo_lib.patience import AWAY
+from grpo_lib.placement.calls import StageCall, worker_role
+from grpo_lib.placement.clusters import cluster_of
+from grpo_lib.placement.code_version import module_digests
 from grpo_lib.placement.local import Workers, workers
 from grpo_lib.progress import progress
 from grpo_lib.run import Run
-from grpo_lib.storage.keys import ConfigView, StageSpec, stage_key
+from grpo_lib.storage.keys import ConfigView, StageSpec
+from grpo_lib.storage.lease import check_lease
+from grpo_lib.storage.local import full_disk_errors
 from grpo_lib.storage.stages import ArtifactRef, Attempt, InputRef
+from tasks.planner import current_planner
 
 Input = ArtifactRef | Sequence[ArtifactRef] | None
+LOGGED_SECONDS = 5.0
+"""A worker's progress is logged at most so often."""
 
 
 class Stage:
@@ -50,7 +60,7 @@ class Stage:
     ) -> None:
         self.run = run
         self.name = spec.name
-        self.config = ConfigView(run.config, spec)
+        self.config = ConfigView(run.at(spec.name, iteration, shard).config, spec)
         self.iteration = iteration
         self.shard = shard
         self.key = key
@@ -77,12 +87,17 @@ class Stage:
         return InputRef(stage=ref.stage, manifest=ref.manifest, digest=ref.digest).model_dump(mode="json")
 
     def workers(self, policy: ArtifactRef) -> Workers:
-        """The warm engines."""
-        return workers(self.run, policy)
+        """The warm engines; of what a branch shares those of the run that it branched off."""
+        return workers(self.run.at(self.name, self.iteration, self.shard), policy)
 
     def advanced(self, done: int, total: int, tokens: int = 0) -> None:
         """Reports progress in rows or steps."""
         progress().stage_advanced(self.name, self.iteration, done, total, tokens)
+
+    @property
+    def again(self) -> bool:
+        """Whether the stage was done before, and what it committed has been damaged."""
+        return self._attempt.remake is not None
 
     def write_file(self, name: str, source: Any) -> None:
         self._attempt.write_file(name, source)
@@ -105,12 +120,17 @@ class Stage:
 class StageFuture:
     """The result to come of a stage that was submitted."""
 
-    def __init__(self, future: "PrefectFuture[ArtifactRef]", known: ArtifactRef | None) -> None:
+    def __init__(self, future: "PrefectConcurrentFuture[ArtifactRef]", known: ArtifactRef | None) -> None:
         self._future = future
         self._known = known
 
     def wait(self) -> None:
         self._future.wait()
+
+    @property
+    def done(self) -> bool:
+        """Whether ``result`` would return at once."""
+        return self._future.wrapped_future.done()
 
     def result(self) -> ArtifactRef:
         """Raises what the stage raised. What the store knew beforehand counts, not what Prefect remembers of it."""
@@ -118,12 +138,39 @@ class StageFuture:
         return self._known or made
 
 
+class KnownResult(StageFuture):
+    """A result that needs no waiting for."""
+
+    def __init__(self, ref: ArtifactRef) -> None:
+        self._ref = ref
+
+    def wait(self) -> None:
+        pass
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> ArtifactRef:
+        return self._ref
+
+
+def forget_results() -> None:
+    """Drops what Prefect remembers of results that nobody holds any more: in long runs that is most of the memory."""
+    context = FlowRunContext.get()
+    if context is not None:
+        for key, (_, _, result) in list(context.run_results.items()):
+            if result is not None and result() is None:
+                context.run_results.pop(key, None)
+
+
 class StageTask:
     """A stage as the flow calls it."""
 
-    def __init__(self, spec: StageSpec, body: Callable[..., ArtifactRef]) -> None:
+    def __init__(self, spec: StageSpec, body: Callable[..., ArtifactRef], role: str | None) -> None:
         self.spec = spec
         self.body = body
+        self.role = role
         options: dict[str, Any] = {
             "name": spec.name,
             "description": body.__doc__,
@@ -159,6 +206,9 @@ class StageTask:
             external: what else the result depends on: digests of data files or of a user's functions, a column asked
                 for. Part of its key; the body sees it as ``stage.external``.
         """
+        planner = current_planner()
+        if planner is not None:
+            return planner.called(self, run, iteration, inputs, shard, dict(external or {}))
         known, chosen, arguments = self._prepare(run, iteration, inputs, shard, external)
         made = chosen(**arguments)
         return known or made
@@ -167,8 +217,18 @@ class StageTask:
         self, run: Run, iteration: int | None, *inputs: Input, shard: int = 0, external: Mapping[str, str] | None = None
     ) -> "StageFuture":
         """Starts the stage on the flow's task runner."""
+        planner = current_planner()
+        if planner is not None:
+            return KnownResult(planner.called(self, run, iteration, inputs, shard, dict(external or {})))
         known, chosen, arguments = self._prepare(run, iteration, inputs, shard, external)
         return StageFuture(chosen.submit(**arguments), known)
+
+    def known(
+        self, run: Run, iteration: int | None, *inputs: Input, shard: int = 0, external: Mapping[str, str] | None = None
+    ) -> bool:
+        """Whether a call with these arguments would find its dataset committed."""
+        key = run.key(self.spec, artifacts(inputs), iteration, shard, external)
+        return run.stages.peek(self.spec, key, iteration, shard) is not None
 
     def _prepare(
         self,
@@ -178,9 +238,12 @@ class StageTask:
         shard: int,
         external: Mapping[str, str] | None = None,
     ) -> tuple[ArtifactRef | None, Any, dict[str, Any]]:
-        key = stage_key(self.spec, run.config, artifacts(inputs), iteration, shard, external)
+        check_lease(run)
+        key = run.key(self.spec, artifacts(inputs), iteration, shard, external)
         known = run.stages.find(self.spec, key, iteration, shard)
-        if known is not None:
+        if known is None:
+            run.check_may_make(self.spec.name, iteration, shard)
+        else:
             _report(known)
         arguments = {
             "run": run,
@@ -202,19 +265,95 @@ class StageTask:
         key: str,
         external: Mapping[str, str],
     ) -> ArtifactRef:
+        role = worker_role(run.config.placement, self.role)
+        if role is None:
+            ref = self.compute(run, iteration, inputs, shard, key, external)
+        else:
+            ref = self._elsewhere(role, run, iteration, inputs, shard, key, external)
+        if not ref.reused:
+            _report(ref)
+        return ref
+
+    def compute(
+        self,
+        run: Run,
+        iteration: int | None,
+        inputs: tuple[Input, ...],
+        shard: int,
+        key: str,
+        external: Mapping[str, str],
+    ) -> ArtifactRef:
+        """Runs the stage in this process, unless it was committed in the meantime."""
         ref = run.stages.find(self.spec, key, iteration, shard)
         if ref is not None:
             return ref
         progress().stage_started(self.spec.name, iteration)
-        with run.stages.attempt(self.spec, run.config, key, artifacts(inputs), iteration, shard) as attempt:
-            ref = self.body(Stage(run, self.spec, iteration, shard, key, attempt, external), *inputs)
-        _report(ref)
-        return ref
+        config = run.at(self.spec.name, iteration, shard).config
+        outside = run.external(self.spec.name, iteration, external)
+        attempt = run.stages.attempt(self.spec, config, key, artifacts(inputs), iteration, shard, outside)
+        with full_disk_errors(), attempt:
+            return self.body(Stage(run, self.spec, iteration, shard, key, attempt, external), *inputs)
+
+    def _elsewhere(
+        self,
+        role: str,
+        run: Run,
+        iteration: int | None,
+        inputs: tuple[Input, ...],
+        shard: int,
+        key: str,
+        external: Mapping[str, str],
+    ) -> ArtifactRef:
+        """Has a worker of ``role`` run the stage."""
+        ref = run.stages.find(self.spec, key, iteration, shard)
+        if ref is not None:
+            return ref
+        call = StageCall(
+            task=f"{self.body.__module__}:{self.body.__name__}",
+            run=run.to_json(),
+            stage=self.spec.name,
+            iteration=iteration,
+            inputs=[each if each is None or isinstance(each, ArtifactRef) else list(each) for each in inputs],
+            shard=shard,
+            key=key,
+            external=dict(external),
+            folder=os.getcwd(),
+            plugins=module_digests(run.config.algorithm.plugins),
+        )
+        progress().stage_started(self.spec.name, iteration)
+        relay = _Relay(get_run_logger(), call.name)
+        return cluster_of(run.config).run(role, call, relay.message)
 
 
-def stage_task(spec: StageSpec) -> Callable[[Callable[..., ArtifactRef]], StageTask]:
-    """Decorator: a body ``(stage, *inputs) -> ArtifactRef`` becomes a stage."""
-    return lambda body: StageTask(spec, body)
+class _Relay:
+    """What a worker says, to the progress of this process and, less often, to the logs of the Prefect task run."""
+
+    def __init__(self, logger: Any, name: str) -> None:
+        self._logger, self._name = logger, name
+        self._logged = time.monotonic()
+
+    def message(self, message: Mapping[str, Any]) -> None:
+        values = {name: value for name, value in message.items() if name != "kind"}
+        if message["kind"] == "progress":
+            progress().stage_advanced(**values)
+            if time.monotonic() - self._logged >= LOGGED_SECONDS:
+                self._logged = time.monotonic()
+                numbers = (values["done"], values["total"], values["tokens"])
+                self._logger.info("%s: %s of %s, %s tokens", self._name, *numbers)
+        elif message["kind"] == "note":
+            progress().note(values["text"])
+            self._logger.info("%s: %s", self._name, values["text"])
+        else:
+            self._logger.log(values["level"], "%s: %s: %s", self._name, values["source"], values["text"])
+
+
+def stage_task(spec: StageSpec, role: str | None = None) -> Callable[[Callable[..., ArtifactRef]], StageTask]:
+    """Decorator: a body ``(stage, *inputs) -> ArtifactRef`` becomes a stage.
+
+    Args:
+        role: kind of worker that runs it where there are workers: rollout, train or score; None: the flow's process.
+    """
+    return lambda body: StageTask(spec, body, role)
 
 
 def _report(ref: ArtifactRef) -> None:
@@ -250,14 +389,16 @@ def _task_run_name() -> str:
 
 
 def _worth_a_retry(task: Any, task_run: Any, state: Any) -> bool:
-    """Only what may pass by itself: a store, MLflow or generation servers that don't answer, a rank that is gone and
-    starts anew.
+    """Only what may pass by itself: a disk that is full for a moment, generation servers that don't answer, a rank or
+    worker that is gone and starts anew.
 
-    All else fails the same way again.
+    All else fails the same way again, or was waited for already.
     """
     try:
         state.result()
-    except (StoreUnreachableError, TrackingError, RankLostError, ServerLostError):
+    except AWAY:
+        return False
+    except (StoreUnreachableError, TrackingError, RankLostError, ServerLostError, WorkerLostError):
         return True
     except BaseException:
         return False

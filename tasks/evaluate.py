@@ -31,7 +31,7 @@ EVALUATE = StageSpec(
 )
 
 
-@stage_task(EVALUATE)
+@stage_task(EVALUATE, role="rollout")
 def evaluate(stage: Stage, dataset: ArtifactRef, policy: ArtifactRef) -> ArtifactRef:
     """Greedy and sampled responses to held-out prompts, judged. The same seeds each time: a paired comparison."""
     config, settings = stage.config, stage.config.evaluation

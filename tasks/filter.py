@@ -64,6 +64,7 @@ def filter_rows(
             "prompts of another difficulty, or remove the filter"
         )
     carried = sum(int(stage.summary(each).get("carried", 0)) for each in prompts)
-    before = 0 if previous is None else stage.summary(previous)["next_prompt"]
+    # No selection before: the first iteration, or the first with filters in a branch.
+    before = stage.k * config.rollout.prompts if previous is None else stage.summary(previous)["next_prompt"]
     following = before + data.prompts.num_rows - carried
     return stage.commit(table, summary=summary | {"batches": batches, "next_prompt": following})

@@ -22,7 +22,7 @@ REF = StageSpec(name="ref_logprobs", version=2, reads=READS)
 CRITIC = StageSpec(name="values", version=2, reads=BATCHING)
 
 
-@stage_task(OLD)
+@stage_task(OLD, role="train")
 def old_logprobs(
     stage: Stage,
     prompts: list[ArtifactRef],
@@ -56,7 +56,7 @@ def old_logprobs(
     return stage.commit(table, tokens=len(scores.logprobs.values), summary=summary)
 
 
-@stage_task(REF)
+@stage_task(REF, role="train")
 def ref_logprobs(
     stage: Stage,
     prompts: list[ArtifactRef],
@@ -75,7 +75,7 @@ def ref_logprobs(
     return stage.commit(table, tokens=len(scores.ref_logprobs.values))
 
 
-@stage_task(CRITIC)
+@stage_task(CRITIC, role="train")
 def values(
     stage: Stage,
     prompts: list[ArtifactRef],

@@ -20,7 +20,7 @@ WARM_START = StageSpec(name="warm_start", version=1, reads=("data", "model.small
 PRETRAINED = StageSpec(name="pretrained", version=1, reads=("model.path",))
 
 
-@stage_task(WARM_START)
+@stage_task(WARM_START, role="train")
 def warm_start(stage: Stage, dataset: ArtifactRef) -> ArtifactRef:
     """Makes a small model and its tokenizer from nothing and fine-tunes it on demonstrations."""
     config = stage.config
@@ -63,7 +63,7 @@ def warm_start(stage: Stage, dataset: ArtifactRef) -> ArtifactRef:
     return stage.commit(rows=len(responses) - result.left_out, tokens=result.tokens, summary=summary)
 
 
-@stage_task(PRETRAINED)
+@stage_task(PRETRAINED, role="train")
 def pretrained(stage: Stage) -> ArtifactRef:
     """Records a pretrained model by the digest of its weights; they stay where they are."""
     path = stage.config.model.path

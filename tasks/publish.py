@@ -10,7 +10,11 @@ from grpo_lib.tracking.mlflow import tracker_for
 from tasks.base import Stage, stage_task
 
 # The run's name is part of the key: another run of equal stages has an MLflow run of its own.
-PUBLISH = StageSpec(name="publish", version=1, reads=("run_name", "tracking"))
+PUBLISH = StageSpec(
+    name="publish",
+    version=1,
+    reads=("run_name", "tracking.uri", "tracking.experiment", "tracking.rollout_samples"),
+)
 
 
 @stage_task(PUBLISH)
@@ -20,8 +24,10 @@ def publish(stage: Stage, artifacts: list[ArtifactRef]) -> ArtifactRef:
     manifests = [stages.manifest(ref) for ref in artifacts]
     by_stage = {ref.stage: ref for ref in artifacts}
     points = metric_points(manifests)
+    if stage.again:  # some stages may have run again, and took another time
+        points = pa.Table.from_pylist(tracker.as_logged(points.to_pylist()), schema=points.schema)
     model_id = None
-    if "checkpoint" in by_stage:
+    if "checkpoint" in by_stage and not stage.run.shares("checkpoint", by_stage["checkpoint"].iteration):
         saved = stage.summary(by_stage["checkpoint"])
         model_id = tracker.log_model(
             version=saved["policy_version"],

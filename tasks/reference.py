@@ -19,7 +19,7 @@ MODEL = StageSpec(name="reference_model", version=1, reads=("reference.path", "r
 FOLLOWING = StageSpec(name="reference", version=1, reads=("reference.decay",))
 
 
-@stage_task(MODEL)
+@stage_task(MODEL, role="train")
 def reference_model(stage: Stage, initial: ArtifactRef) -> ArtifactRef:
     """Records the model that the reference begins as, by the digest of its weights; they stay where they are."""
     settings = stage.config.reference
@@ -34,7 +34,7 @@ def reference_model(stage: Stage, initial: ArtifactRef) -> ArtifactRef:
     return stage.commit(rows=0, summary={"policy_digest": digest, "path": where})
 
 
-@stage_task(FOLLOWING)
+@stage_task(FOLLOWING, role="train")
 def reference(stage: Stage, policy: ArtifactRef, initial: ArtifactRef, before: ArtifactRef | None) -> ArtifactRef:
     """Moves the reference towards the policy: ``decay * before + (1 - decay) * policy``; its weights in float32."""
     workers, decay = stage.workers(policy), stage.config.reference.decay

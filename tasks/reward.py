@@ -11,13 +11,13 @@ REWARD = StageSpec(name="reward", version=1, reads=("reward", "data"))
 GREEDY = StageSpec(name="greedy_reward", version=1, reads=("reward", "data"))
 
 
-@stage_task(REWARD)
+@stage_task(REWARD, role="score")
 def reward(stage: Stage, prompts: list[ArtifactRef], rollouts: ArtifactRef) -> ArtifactRef:
     """Judges every response; what can't be judged is null with a reason."""
     return _judge(stage, prompts, rollouts)
 
 
-@stage_task(GREEDY)
+@stage_task(GREEDY, role="score")
 def greedy_reward(stage: Stage, prompts: list[ArtifactRef], rollouts: ArtifactRef) -> ArtifactRef:
     """Judges the greedy response to each prompt."""
     return _judge(stage, prompts, rollouts)

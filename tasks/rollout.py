@@ -12,12 +12,12 @@ from tasks.base import Stage, stage_task
 
 GREEDY = StageSpec(
     name="greedy_rollout",
-    version=1,
+    version=2,
     reads=(*SAMPLING, "rollout.agent", "rollout.max_batch_rows", "model.dtype"),
 )
 ROLLOUT = StageSpec(
     name="rollout",
-    version=1,
+    version=2,
     reads=(
         *SAMPLING,
         "rollout.agent",
@@ -33,7 +33,7 @@ ROLLOUT = StageSpec(
 )
 
 
-@stage_task(ROLLOUT)
+@stage_task(ROLLOUT, role="rollout")
 def rollout(
     stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef, earlier: list[ArtifactRef] | None = None
 ) -> ArtifactRef:
@@ -63,10 +63,10 @@ def rollout(
             earlier=stage.table(earlier) if earlier else None,
             on_progress=stage.advanced,
         )
-        with workers.trainer_at(policy) as trainer:
+        with workers.scoring_at(policy) as scoring:
             parity = check_parity(
-                lambda few: trainer.score_few(few, sampling),
-                lambda: trainer.digests()[0],
+                lambda few: scoring.score_few(few, sampling),
+                scoring.digest,
                 table,
                 rollouts,
                 engine=engine,
@@ -79,7 +79,7 @@ def rollout(
     return stage.commit(rollouts, tokens=tokens, summary=rollout_summary(rollouts) | parity)
 
 
-@stage_task(GREEDY)
+@stage_task(GREEDY, role="rollout")
 def greedy_rollout(stage: Stage, prompts: list[ArtifactRef], policy: ArtifactRef) -> ArtifactRef:
     """One response of the most likely tokens to each prompt of the iteration: a baseline, not trained on."""
     workers = stage.workers(policy)

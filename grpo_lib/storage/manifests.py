@@ -72,6 +72,15 @@ class IndexEntry(Record):
     manifest: ObjectPath
 
 
+class Remake(Record):
+    """What is to come out when a damaged artifact is made again, so that what was made from it stays true."""
+
+    digest: Sha256 | None
+    """None: whatever comes out, nothing is made from it."""
+    manifest: ObjectPath | None
+    """Where its manifest was set aside, if that could still be read and the parts are this run's own."""
+
+
 class InputRef(Record):
     """An artifact that a stage read."""
 
@@ -97,6 +106,8 @@ class Manifest(Record):
     inputs: list[InputRef]
     config: dict[str, JsonValue]
     """The declared slice of the configuration: dotted path to value."""
+    external: dict[str, str] | None = None
+    """What else the key depends on, by name, such as digests of files; None: written before this was recorded."""
     seed: int
     summary: dict[str, JsonValue]
     """Small results: metrics, the policy's digest, counts."""
@@ -122,7 +133,7 @@ class Manifest(Record):
 
     def to_bytes(self) -> bytes:
         """Canonical JSON; ``read_manifest`` accepts that and nothing else."""
-        return canonical_json(self.model_dump(mode="json"))
+        return canonical_json(self._values())
 
     def to_ref(self, *, reused: bool) -> ArtifactRef:
         """The reference to hand to other stages."""
@@ -141,7 +152,12 @@ class Manifest(Record):
         )
 
     def _own_sha256(self) -> str:
-        return hashlib.sha256(canonical_json(self.model_dump(mode="json", exclude={"manifest_sha256"}))).hexdigest()
+        return hashlib.sha256(canonical_json(self._values("manifest_sha256"))).hexdigest()
+
+    def _values(self, *left_out: str) -> dict[str, Any]:
+        """As stored: a field that came later is left out where an older version wrote the manifest."""
+        older = ("external",) if self.external is None else ()
+        return self.model_dump(mode="json", exclude={*left_out, *older})
 
     def fits(self, data: bytes) -> bool:
         """Whether these are exactly its bytes, and its own sha256 is right."""

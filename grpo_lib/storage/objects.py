@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from grpo_lib.config import StoreConfig
 from grpo_lib.errors import ConfigError, StoreUnreachableError
+from grpo_lib.storage import paths
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,11 +31,25 @@ class ObjectInfo:
     """Seconds since 1970."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unfinished:
+    """A write that is going on, or whose process was killed."""
+
+    path: str
+    """Of the object that it was to become."""
+    size: int
+    """Bytes that it holds already."""
+    modified: float
+    """Seconds since 1970."""
+    token: str
+    """What the store knows it by."""
+
+
 class ObjectStore(Protocol):
     """What a store can do.
 
-    Every method raises StoreUnreachableError when the store does not answer, refuses or is full, and NotFoundError
-    when there is no such object to read.
+    Every method raises StoreUnreachableError when the store refuses or is full, StoreDownError when it does not answer,
+    and NotFoundError when there is no such object to read.
     """
 
     uri: str
@@ -63,6 +78,9 @@ class ObjectStore(Protocol):
     def fetch(self, path: str, target: Path) -> None:
         """Copies an object to a local file."""
 
+    def sha256(self, path: str) -> tuple[int, str]:
+        """Size in bytes and sha256 of an object, whatever its size: it is never held in memory as a whole."""
+
     def exists(self, path: str) -> bool:
         """Whether there is such an object."""
 
@@ -71,6 +89,12 @@ class ObjectStore(Protocol):
 
     def delete(self, paths: Iterable[str]) -> None:
         """Deletes objects; those that are not there are no error."""
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """All writes that are going on, or were cut off by a kill and left something behind."""
+
+    def discard(self, write: Unfinished) -> None:
+        """Removes what a write that was cut off left behind; one that is gone is no error."""
 
     def location(self, path: str) -> str:
         """Absolute path or s3:// address of an object or folder, for people and for other programs."""
@@ -102,7 +126,9 @@ def open_store(config: StoreConfig) -> ObjectStore:
         from grpo_lib.storage.s3 import S3Store
 
         bucket, _, prefix = config.uri.removeprefix("s3://").partition("/")
-        return S3Store(bucket, prefix.strip("/"), config.endpoint_url, config.region)
+        return S3Store(
+            bucket, prefix.strip("/"), config.endpoint_url, config.region, patience_seconds=config.patience_seconds
+        )
     if "://" in config.uri:
         raise ConfigError(f"store.uri={config.uri!r}: use a folder or s3://bucket/prefix")
     from grpo_lib.storage.local import LocalStore
@@ -116,7 +142,7 @@ def check_store(store: ObjectStore) -> None:
     Raises:
         StoreUnreachableError: with the remedy.
     """
-    folder = f"probe/{uuid.uuid4().hex}"
+    folder = f"{paths.PROBES}/{uuid.uuid4().hex}"
     written, created = f"{folder}/written", f"{folder}/created"
     store.put_bytes(written, b"probe")
     try:

@@ -1,17 +1,28 @@
 """Where everything lies in the store. No other module puts a path together.
 
     runs/{run}/run.json
+    runs/{run}/leases/000003.json                       who works on the run; see lease.py
+    runs/{run}/damage.json                              the run has to be looked through before it goes on
     runs/{run}/setup/{stage}/{key}/...                  stages before the first iteration
     runs/{run}/iterations/000007/{stage}/{key}/
         manifest.json                                   its existence is the commit
+        remake.json                                     what is to come out when a damaged artifact is made again
         {attempt}/part-00000.arrow                      garbage unless the manifest names it
     index/{first two digits of key}/{key}.json          which run holds a manifest with that key
+    damaged/runs/...                                    what was set aside, for people
+    probe/...                                           what checks write and delete
 
 An iteration's number has six digits, so that listings come in order.
 """
 
+import re
+
 MANIFEST = "manifest.json"
 RUNS = "runs"
+INDEX = "index"
+DAMAGED = "damaged"
+PROBES = "probe"
+_IN_ATTEMPT = re.compile(r"(runs/[^/]+/(?:setup|iterations/\d+)/[^/]+/[^/]+/[^/]+)/[^/]+")
 
 
 def run_folder(run: str) -> str:
@@ -27,6 +38,67 @@ def run_file(run: str) -> str:
 def continuation_file(run: str) -> str:
     """The settings with which a run was last continued, where they differ from those of its description."""
     return f"{run_folder(run)}/continued.json"
+
+
+def damage_file(run: str) -> str:
+    """Exists when something of the run was found damaged."""
+    return f"{run_folder(run)}/damage.json"
+
+
+def remake_file(manifest: str) -> str:
+    """What is to come out when the artifact of that manifest is made again.
+
+    >>> remake_file("runs/demo/setup/dataset/c0ffee/manifest.json")
+    'runs/demo/setup/dataset/c0ffee/remake.json'
+    """
+    return f"{parent(manifest)}/remake.json"
+
+
+def aside(manifest: str, digest: str) -> str:
+    """Where a damaged manifest is kept, by the sha256 of its bytes.
+
+    >>> aside("runs/demo/setup/dataset/c0ffee/manifest.json", "0123456789abcdef")
+    'damaged/runs/demo/setup/dataset/c0ffee/01234567.json'
+    """
+    return f"{DAMAGED}/{parent(manifest)}/{digest[:8]}.json"
+
+
+def aside_part(part: str) -> str:
+    """Where a damaged part is kept.
+
+    >>> aside_part("runs/demo/setup/dataset/c0ffee/1/part-00000.arrow")
+    'damaged/runs/demo/setup/dataset/c0ffee/1/part-00000.arrow'
+    """
+    return f"{DAMAGED}/{part}"
+
+
+def leases_folder(run: str) -> str:
+    """Who worked on a run, and who does."""
+    return f"{run_folder(run)}/leases"
+
+
+def claim_file(run: str, epoch: int) -> str:
+    """A claim on a run.
+
+    >>> claim_file("demo", 3)
+    'runs/demo/leases/000003.json'
+    """
+    return f"{leases_folder(run)}/{epoch:06d}.json"
+
+
+def beat_file(run: str, epoch: int) -> str:
+    """The heartbeat of the process with that claim."""
+    return f"{leases_folder(run)}/{epoch:06d}.beat.json"
+
+
+def epoch_of(path: str) -> int | None:
+    """The number of a claim; None: the path is of something else.
+
+    >>> epoch_of("runs/demo/leases/000003.json"), epoch_of("runs/demo/leases/000003.beat.json")
+    (3, None)
+    """
+    number = file_name(path).removesuffix(".json")
+    return int(number) if number.isdigit() else None
 
 
 def iteration_folder(run: str, iteration: int | None) -> str:
@@ -58,9 +130,39 @@ def is_manifest(path: str) -> bool:
     return path.rpartition("/")[2] == MANIFEST
 
 
+def manifest_place(path: str) -> tuple[str, int | None, str]:
+    """Stage, iteration and key of a manifest's path, the inverse of ``manifest_path``.
+
+    >>> manifest_place("runs/demo/iterations/000007/reward/c0ffee/manifest.json")
+    ('reward', 7, 'c0ffee')
+    """
+    *_, place, stage, key, _ = path.split("/")
+    return stage, None if place == "setup" else int(place), key
+
+
 def attempt_folder(folder: str, attempt: str) -> str:
     """Files of one attempt at a stage, below its stage folder."""
     return f"{folder}/{_step(attempt)}"
+
+
+def attempt_of(path: str) -> str | None:
+    """The attempt folder that a file lies in; None: it lies elsewhere.
+
+    >>> attempt_of("runs/demo/setup/dataset/c0ffee/a1/part-00000.arrow")
+    'runs/demo/setup/dataset/c0ffee/a1'
+    """
+    match = _IN_ATTEMPT.fullmatch(path)
+    return None if match is None else match[1]
+
+
+def run_of(path: str) -> str | None:
+    """The run that an object belongs to; None: to none.
+
+    >>> run_of("runs/demo/run.json")
+    'demo'
+    """
+    steps = path.split("/")
+    return steps[1] if steps[0] == RUNS and len(steps) > 2 else None
 
 
 def part_file(number: int) -> str:
@@ -93,7 +195,7 @@ def index_path(key: str) -> str:
     >>> index_path("c0ffee")
     'index/c0/c0ffee.json'
     """
-    return f"index/{_step(key)[:2]}/{key}.json"
+    return f"{INDEX}/{_step(key)[:2]}/{key}.json"
 
 
 def _step(name: str) -> str:

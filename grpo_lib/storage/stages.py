@@ -11,7 +11,7 @@ Readers trust nothing without a manifest, and verify every part against it befor
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,11 +44,16 @@ READERS = 16
 
 
 class StageStore:
-    """The artifacts of one run, with those of other runs that have the same key."""
+    """The artifacts of one run, with those of other runs that have the same key.
 
-    def __init__(self, objects: ObjectStore, run: str) -> None:
+    Args:
+        base: the run that this one branched off: what has the same key there goes before what others made.
+    """
+
+    def __init__(self, objects: ObjectStore, run: str, base: str | None = None) -> None:
         self.objects = objects
         self.run = run
+        self.base = base
 
     def find(self, spec: StageSpec, key: str, iteration: int | None, shard: int = 0) -> ArtifactRef | None:
         """The committed artifact with that key, of this run or adopted from another; None: the stage has to run.
@@ -61,10 +66,21 @@ class StageStore:
             return self._load(own).to_ref(reused=True)
         except NotFoundError:
             pass
-        other = self._indexed(spec, key, iteration, shard)
+        other = self._elsewhere(spec, key, iteration, shard)
         if other is None:
             return None
         return self._adopt(other)
+
+    def peek(self, spec: StageSpec, key: str, iteration: int | None, shard: int = 0) -> Manifest | None:
+        """What ``find`` would find; nothing is adopted, nothing written.
+
+        Raises:
+            CorruptError: when this run's own manifest is damaged.
+        """
+        try:
+            return self._load(paths.manifest_path(self.run, iteration, spec.name, key))
+        except NotFoundError:
+            return self._elsewhere(spec, key, iteration, shard)
 
     def attempt(
         self,
@@ -74,6 +90,7 @@ class StageStore:
         inputs: Sequence[ArtifactRef],
         iteration: int | None,
         shard: int = 0,
+        external: Mapping[str, str] | None = None,
     ) -> Attempt:
         """A context manager to write and commit the stage's parts with; without a commit nothing is left of it."""
         return Attempt(
@@ -85,6 +102,7 @@ class StageStore:
             inputs=tuple(inputs),
             iteration=iteration,
             shard=shard,
+            external=external,
             winner=lambda path: self._load(path).to_ref(reused=True),
         )
 
@@ -149,15 +167,50 @@ class StageStore:
 
     def manifests(self, iteration: int | None = None) -> list[Manifest]:
         """Everything that the run has committed, or only in one iteration: by iteration (setup first) and time."""
+        found, damaged = self._listed(iteration)
+        for error in damaged.values():
+            raise error
+        return found
+
+    def survey(self) -> tuple[list[Manifest], dict[tuple[str, int | None, str], str]]:
+        """All sound manifests of the run; and by stage, iteration and key what is wrong with the others."""
+        found, damaged = self._listed(None)
+        return found, {paths.manifest_place(path): str(error) for path, error in damaged.items()}
+
+    def _listed(self, iteration: int | None) -> tuple[list[Manifest], dict[str, CorruptError]]:
         place = paths.run_folder(self.run) if iteration is None else paths.iteration_folder(self.run, iteration)
-        listed = self.objects.list(place)
-        found = [info.path for info in listed if paths.is_manifest(info.path)]
+        listed = [info.path for info in self.objects.list(place) if paths.is_manifest(info.path)]
+        damaged: dict[str, CorruptError] = {}
+
+        def load(path: str) -> Manifest | None:
+            try:
+                return self._load(path)
+            except CorruptError as error:
+                damaged[path] = error
+                return None
+
         with ThreadPoolExecutor(READERS) as pool:
-            manifests = list(pool.map(self._load, found))
-        return sorted(manifests, key=lambda each: (-1 if each.iteration is None else each.iteration, each.created_ms))
+            found = [each for each in pool.map(load, listed) if each is not None]
+        found.sort(key=lambda each: (-1 if each.iteration is None else each.iteration, each.created_ms))
+        return found, damaged
 
     def _load(self, path: str) -> Manifest:
         return read_manifest(path, self.objects.get(path))
+
+    def _elsewhere(self, spec: StageSpec, key: str, iteration: int | None, shard: int) -> Manifest | None:
+        """Another run's manifest with that key, whose parts are all there: the base's, or what the index knows."""
+        if self.base is not None:
+            try:
+                found = self._load(paths.manifest_path(self.base, iteration, spec.name, key))
+            except NotFoundError:
+                pass
+            else:
+                if self._has_parts(found):
+                    return found
+        return self._indexed(spec, key, iteration, shard)
+
+    def _has_parts(self, manifest: Manifest) -> bool:
+        return all(self.objects.exists(part.path) for part in manifest.parts)
 
     def _indexed(self, spec: StageSpec, key: str, iteration: int | None, shard: int) -> Manifest | None:
         """Another run's manifest with that key, if the index knows a sound one whose parts are all there."""
@@ -169,39 +222,41 @@ class StageStore:
         fits = (manifest.stage, manifest.stage_version, manifest.key, manifest.iteration, manifest.shard)
         if fits != (spec.name, spec.version, key, iteration, shard):
             return None
-        return manifest if all(self.objects.exists(part.path) for part in manifest.parts) else None
+        return manifest if self._has_parts(manifest) else None
 
-    def _adopt(self, other: Manifest) -> ArtifactRef:
-        """Commits a manifest in this run whose parts are the other run's files."""
+    def _adopt(self, other: Manifest) -> ArtifactRef | None:
+        """Commits a manifest in this run whose parts are the other run's files; None: those are being removed."""
         adopted = other.model_copy(update={"run": self.run, "adopted_from": other.path}).sealed()
         if not self.objects.create(adopted.path, adopted.to_bytes()):
             adopted = self._load(adopted.path)
+        elif not self.objects.exists(other.path):  # `grpo gc` was between: it removes that first, and then looks again
+            self.objects.delete([adopted.path])
+            return None
         return adopted.to_ref(reused=True)
 
     def _verified(self, part: Part) -> pa.Buffer:
         try:
             data = self.objects.buffer(part.path)
         except NotFoundError as error:
-            raise _damaged(part, "does not exist") from error
+            raise self._damaged(part, "does not exist") from error
         if data.size != part.size:
-            raise _damaged(part, f"has {data.size} bytes and not the {part.size}")
+            raise self._damaged(part, f"has {data.size} bytes and not the {part.size}")
         if hashlib.sha256(data).hexdigest() != part.sha256:
-            raise _damaged(part, "does not have the sha256")
+            raise self._damaged(part, "does not have the sha256")
         return data
 
     def _fetch(self, part: Part, target: Path) -> None:
         try:
             self.objects.fetch(part.path, target)
         except NotFoundError as error:
-            raise _damaged(part, "does not exist") from error
+            raise self._damaged(part, "does not exist") from error
         if target.stat().st_size != part.size or file_sha256(target) != part.sha256:
-            raise _damaged(part, "does not have the size and sha256")
+            raise self._damaged(part, "does not have the size and sha256")
 
-
-def _damaged(part: Part, how: str) -> CorruptError:
-    return CorruptError(
-        f"{part.path} {how}, which its manifest promises; restore it, or delete its stage's folder and run again"
-    )
+    def _damaged(self, part: Part, how: str) -> CorruptError:
+        return CorruptError(
+            f"{part.path} {how}, which its manifest promises; `grpo verify {self.run}` says what can be made again"
+        )
 
 
 def _read_table(data: pa.Buffer, columns: Sequence[str] | None) -> pa.Table:

@@ -1,106 +1,66 @@
 """MLflow's one door: one MLflow run for a training run, found again by its tags, with points that never double."""
 
 import functools
-import io
 import json
 import logging
 import os
 import socket
 import threading
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from grpo_lib.config import RunConfig, StoreConfig
-from grpo_lib.errors import TrackingError
+from grpo_lib.branches import branch_differences
+from grpo_lib.errors import TrackingDownError, TrackingError
+from grpo_lib.patience import Patience
 from grpo_lib.run import Run
+from grpo_lib.tracking.address import SQLITE_URI, public, tracking_uri
 
-SQLITE = b"SQLite format 3"  # how such a file begins
-SQLITE_URI = "sqlite:///"
-MAX_PARAM_LENGTH = 6000  # MLflow's limit
-
-
-def tracking_uri(config: RunConfig) -> str:
-    """The configured tracking URI, or SQLite in the store's folder (in the working folder for S3)."""
-    return config.tracking.uri or default_uri(config.store)
-
-
-def default_uri(store: StoreConfig) -> str:
-    """SQLite in the store's folder, or in the working folder when the store is on S3."""
-    folder = Path.cwd() if "://" in store.uri else Path(store.uri).expanduser().resolve()
-    return f"sqlite:///{folder}/mlflow.db"
-
-
-def check_tracking(uri: str, timeout: float = 5.0) -> None:
-    """Asks an MLflow server whether it is there, and a database file's folder whether it can be written.
-
-    Raises:
-        TrackingError: with the remedy.
-    """
-    if uri.startswith(("http://", "https://")):
-        try:
-            with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=timeout):
-                return
-        except urllib.error.HTTPError as error:
-            raise TrackingError(f"the MLflow server {_public(uri)} answers {error.code}; check tracking.uri") from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise TrackingError(
-                f"no MLflow server answers at {_public(uri)} ({reason}); start it with `mlflow server`, "
-                "or leave tracking.uri out to log into SQLite"
-            ) from None
-    if uri.startswith(SQLITE_URI):
-        path = Path(uri.removeprefix(SQLITE_URI))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrackingError(f"can't make the folder of the MLflow database {path}: {error.strerror}") from None
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise TrackingError(f"the MLflow database {path} can't be written; check tracking.uri and permissions")
-        with path.open("rb") if path.is_file() else io.BytesIO() as file:
-            head = file.read(len(SQLITE))
-        if head not in (b"", SQLITE):
-            raise TrackingError(f"{path} is no SQLite database; move it away, or set tracking.uri to another file")
-        return
-    known = ("postgresql", "mysql", "mssql", "file:", "databricks")
-    if "://" not in uri or not uri.startswith(known):
-        raise TrackingError(
-            f"tracking.uri={_public(uri)!r} is no MLflow tracking URI; use sqlite:///FILE, http(s)://HOST:PORT, "
-            "postgresql://... or leave it out"
-        )
-
-
-def _public(uri: str) -> str:
-    """The URI without user name and password."""
-    parts = urlsplit(uri)
-    return uri.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2]) if "@" in parts.netloc else uri
-
+MAX_PARAM_LENGTH = 6000  # MLflow's limits
+MAX_TAG_LENGTH = 5000
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _mlflow_call(method: Method) -> Method:
-    """One call at a time (publications run side by side), and MLflow's own exceptions as TrackingError."""
+    """One call at a time (publications run side by side), with patience, and MLflow's own exceptions as TrackingError.
+
+    A call may be made again after its answer was lost: each method looks for what is there before it makes anything.
+    """
 
     @functools.wraps(method)
     def call(self: "Tracker", *args: Any, **kwargs: Any) -> Any:
         from mlflow.exceptions import MlflowException
 
-        try:
-            with self._lock:
+        def once() -> Any:
+            try:
                 return method(self, *args, **kwargs)
-        except (MlflowException, OSError) as error:
-            raise TrackingError(
-                f"MLflow refused: {str(error)[:500]}. Training data is safe in the store; "
-                "`grpo resume` logs what is missing"
-            ) from error
+            except (MlflowException, OSError) as error:
+                down = _may_pass(error)
+                raise (TrackingDownError if down else TrackingError)(
+                    f"MLflow at {public(self.uri)} {'does not answer' if down else 'refused'}: {str(error)[:500]}. "
+                    "Training data is safe in the store; `grpo resume` logs what is missing"
+                ) from error
+
+        with self._lock:
+            return self._patience.call(once)
 
     return call  # type: ignore[return-value]
+
+
+def _may_pass(error: Any) -> bool:
+    """Whether the same call may work later: the server or the network failed, not what was asked for."""
+    from requests import RequestException
+
+    if isinstance(error, RequestException):
+        status = 503 if error.response is None else error.response.status_code
+    elif isinstance(error, OSError):
+        return isinstance(error, ConnectionError | TimeoutError)
+    else:
+        status = error.get_http_status_code()
+    return status == 429 or (status >= 500 and status != 501)
 
 
 def _make_database(path: Path) -> None:
@@ -124,14 +84,18 @@ class Tracker:
     """The MLflow run of one training run; made at first use, found again afterwards.
 
     Raises:
-        TrackingError: from every method, when MLflow can't be reached or refuses.
+        TrackingError: from every method, when MLflow refuses, or TrackingDownError when it can't be reached.
     """
 
     def __init__(self, run: Run) -> None:
         self._config, self._name, self._place = run.config, run.name, run.place
         self._store_option = run.store_option
+        self._base = run.lineage[1] if run.config.branch is not None else None
         self.uri = tracking_uri(run.config)
         self._lock = threading.RLock()
+        self._patience = Patience(
+            run.config.tracking.patience_seconds, f"MLflow at {public(self.uri)}", "tracking.patience_seconds"
+        )
 
     @cached_property
     def _client(self) -> Any:
@@ -139,6 +103,9 @@ class Tracker:
 
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
+        # Its own repeats would make a second run when the answer to `create_run` is lost.
+        os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         if self.uri.startswith(SQLITE_URI):
             _make_database(Path(self.uri.removeprefix(SQLITE_URI)))
         return MlflowClient(tracking_uri=self.uri)
@@ -167,10 +134,7 @@ class Tracker:
     def run_id(self) -> str:
         """The MLflow run, made with the configuration as its parameters when there is none yet."""
         tags = {"grpo.run": self._name, "grpo.place": self._place}
-        query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-        found = self._client.search_runs(
-            [self.experiment_id], query, max_results=1, order_by=["attribute.start_time ASC"]
-        )
+        found = self._runs_with(tags)
         if found:
             run_id = found[0].info.run_id
             if found[0].info.status != "RUNNING":  # it ended or failed, and goes on now
@@ -186,9 +150,28 @@ class Tracker:
             f"{self._store_option}`\n\nRollouts: `grpo rollouts {self._name} -k 0 "
             f"{self._store_option}`",
         }
+        tags |= self._branch_tags()
         run_id = self._client.create_run(self.experiment_id, tags=tags, run_name=self._name).info.run_id
         self._log_parameters(run_id)
         return run_id
+
+    def _runs_with(self, tags: Mapping[str, str]) -> Any:
+        """The oldest MLflow run with these tags, if there is one."""
+        query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+        return self._client.search_runs(
+            [self.experiment_id], query, max_results=1, order_by=["attribute.start_time ASC"]
+        )
+
+    def _branch_tags(self) -> dict[str, str]:
+        """Of a branch: where it left which run, and that run as its parent, if it is in the same experiment."""
+        branch = self._config.branch
+        if branch is None or self._base is None:
+            return {}
+        changed = "; ".join(str(each) for each in branch_differences(self._base.config, self._config))
+        tags = {"grpo.branch.run": branch.run, "grpo.branch.iteration": str(branch.iteration)}
+        tags |= {"grpo.branch.stage": branch.stage, "grpo.branch.settings": changed[:MAX_TAG_LENGTH]}
+        parent = self._runs_with({"grpo.run": self._base.name, "grpo.place": self._base.place})
+        return tags | ({"mlflow.parentRunId": parent[0].info.run_id} if parent else {})
 
     def _log_parameters(self, run_id: str) -> None:
         from mlflow.entities import Param
@@ -211,6 +194,15 @@ class Tracker:
         ]
         for start in range(0, len(metrics), 1000):  # MLflow's limit a call
             self._client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
+
+    @_mlflow_call
+    def as_logged(self, points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The points with the values and times that MLflow has for their names and iterations, where it has some."""
+        found = {}
+        for name in {each["name"] for each in points}:
+            for metric in self._client.get_metric_history(self.run_id, name):
+                found[name, metric.step] = {"value": metric.value, "timestamp_ms": metric.timestamp}
+        return [{**each, **found.get((each["name"], each["iteration"]), {})} for each in points]
 
     @_mlflow_call
     def log_dataset(self, *, name: str, digest: str, uri: str, context: str) -> None:
@@ -242,7 +234,10 @@ class Tracker:
                 model_type="policy",
             )
         if model.status != LoggedModelStatus.READY:  # new, or killed before this
-            self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step=version)])
+            outputs = self._client.get_run(self.run_id).outputs
+            known = [] if outputs is None else [each.model_id for each in outputs.model_outputs]
+            if model.model_id not in known:  # MLflow refuses to log one twice
+                self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step=version)])
             self._client.finalize_logged_model(model.model_id, "READY")
         return model.model_id
 
@@ -260,6 +255,38 @@ class Tracker:
     def finish(self, status: str) -> None:
         """``FINISHED``, ``FAILED`` or ``RUNNING``."""
         self._client.update_run(self.run_id, status=status)
+
+
+def places_in_use(uri: str) -> set[str]:
+    """Where MLflow's logged models and registered versions say that their weights are.
+
+    Raises:
+        TrackingError: MLflow does not answer.
+    """
+    if uri.startswith(SQLITE_URI) and not Path(uri.removeprefix(SQLITE_URI)).exists():
+        return set()
+    from mlflow import MlflowClient
+    from mlflow.entities import ViewType
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    try:
+        experiments = _all_pages(lambda token: client.search_experiments(ViewType.ALL, page_token=token))
+        ids = [each.experiment_id for each in experiments]
+        models = _all_pages(lambda token: client.search_logged_models(ids, page_token=token))
+        versions = _all_pages(lambda token: client.search_model_versions(page_token=token))
+    except (MlflowException, OSError) as error:
+        raise TrackingError(f"MLflow at {public(uri)} does not say which checkpoints it refers to: {error}") from error
+    return {each.tags.get("grpo.checkpoint", "") for each in models} | {each.source for each in versions}
+
+
+def _all_pages(ask: Callable[[str | None], Any]) -> list[Any]:
+    found, page = [], ask(None)
+    while True:
+        found += page
+        if not page.token:
+            return found
+        page = ask(page.token)
 
 
 _LOCK = threading.Lock()

@@ -7,31 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from grpo_lib.config_branch import ORDER
 from grpo_lib.run import Run
 from grpo_lib.storage.manifests import latest
 from grpo_lib.storage.stages import ArtifactRef, Manifest, StageStore
-
-ORDER = (
-    "dataset",
-    "warm_start",
-    "pretrained",
-    "reference_model",
-    "prompts",
-    "rollout",
-    "reward",
-    "filter",
-    "greedy_rollout",
-    "greedy_reward",
-    "old_logprobs",
-    "ref_logprobs",
-    "values",
-    "advantage",
-    "update",
-    "reference",
-    "checkpoint",
-    "evaluate",
-    "publish",
-)
 
 
 @dataclass(frozen=True, kw_only=True)

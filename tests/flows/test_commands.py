@@ -111,6 +111,33 @@ def test_evaluate_with_other_settings_judges_the_same_policy(resumed: dict[str, 
     assert {"pass_at_1", "pass_at_3", "greedy_accuracy", "sampled_accuracy_se"} <= summary.keys()
 
 
+@pytest.mark.slow
+def test_a_branch_is_made_trained_and_resumed_by_the_commands(resumed: dict[str, object], place: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment["PREFECT_HOME"] = str(place / "prefect")
+
+    def command(*words: str) -> dict[str, object]:
+        done = subprocess.run(
+            [*GRPO, *words, "--store", str(place / "store"), "--json"],
+            env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
+
+    made = command("rerun", "tiny", "-k", "27", "--from", "update", "trainer.optimizer.lr=2e-3", "--name", "faster")
+    assert (made["branch"], made["iterations"]) == ("faster", 30)
+    assert command("resume", "faster")["accuracy"] == made["accuracy"]
+    shown = json.loads(grpo(place, "show", "tiny", "--branch", "--json"))
+    assert [each["run"] for each in shown["runs"]] == ["tiny", "faster"]
+    planned = command("rerun", "tiny", "-k", "27", "--stage", "advantage", "--dry-run", "algorithm.advantage=rloo")
+    assert [each["verdict"] for each in planned["stages"]][:2] == ["runs", "depends"]
+    unknown = subprocess.run(
+        [*GRPO, "rerun", "tiny", "-k", "99", "--from", "update", "--store", str(place / "store")],
+        env=environment, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert unknown.returncode == 2 and "iteration 99: run 'tiny' has iterations 0 to 29" in unknown.stderr
+
+
 def test_doctor_finds_this_machine_in_order_and_says_what_is_wrong(place: Path) -> None:
     found = {each["check"]: each for each in json.loads(grpo(place, "doctor", "--json"))}
     assert all(each["ok"] for each in found.values())

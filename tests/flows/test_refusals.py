@@ -443,7 +443,10 @@ class Refusing(http.server.BaseHTTPRequestHandler):
         self._answer(404, b"<Error><Code>NoSuchBucket</Code><Message>There is none</Message></Error>")
 
     def do_GET(self) -> None:
-        self._answer(503, b"")
+        if "list-type" in self.path:
+            self.do_PUT()
+        else:
+            self._answer(503, b"")
 
     def _answer(self, status: int, body: bytes) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -25,7 +25,13 @@ def test_help_loads_no_heavy_package() -> None:
     assert loaded_by(HELP, heavy) == set()
 
 
-@pytest.mark.parametrize("command", ["run", "resume", "show", "rollouts", "evaluate", "warm-start", "export", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run", "resume", "show", "rollouts", "evaluate", "warm-start", "export", "doctor", "rerun", "rescore", "debug",
+        "up", "down", "worker", "status",
+    ],
+)  # fmt: skip
 def test_the_help_of_a_command_loads_no_heavy_package(command: str) -> None:
     code = HELP.replace("'--help'", f"{command!r}, '--help'")
     assert loaded_by(code, {"torch", "transformers", "prefect", "mlflow", "vllm", "ray", "pyarrow"}) == set()

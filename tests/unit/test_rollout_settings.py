@@ -108,10 +108,10 @@ def test_stop_tokens_and_a_servers_folder_are_checked_before_the_run(tmp_path: P
 
 
 def test_how_engines_are_run_may_change_between_a_run_and_its_continuation() -> None:
-    from grpo_lib.run import _differences
+    from grpo_lib.run import differences
 
     before, after = (make_config(TINY, ["rollout.engine=vllm", f"rollout.vllm.start_seconds={s}"]) for s in (1, 2))
-    assert _differences(before, after) == []
+    assert differences(before, after) == []
     assert before.model_copy(update={"name": None}).run_name == after.model_copy(update={"name": None}).run_name
 
 

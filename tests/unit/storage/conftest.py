@@ -1,7 +1,8 @@
-"""Both stores, behind the same fixtures: a folder, and S3 as moto's server speaks it over HTTP."""
+"""All stores, behind the same fixtures: a folder, S3 as moto's server speaks it, and the same over a bad network."""
 
 import uuid
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import boto3
@@ -14,16 +15,32 @@ from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.objects import ObjectStore
 from grpo_lib.storage.s3 import S3Store
 from grpo_lib.storage.stages import ArtifactRef, StageSpec, StageStore, stage_key
+from tests.faulty_proxy import FaultyProxy
 
+FAULT_RATE = 0.2
+"""Of the requests to S3 over a bad network."""
 REWARD = StageSpec(name="reward", version=1, reads=("reward", "rollout.samples"))
 
 
 @pytest.fixture
 def s3_store(s3_endpoint: str) -> S3Store:
     """A store in a bucket of its own."""
+    return S3Store(new_bucket(s3_endpoint), "team/grpo", s3_endpoint, "us-east-1")
+
+
+@pytest.fixture
+def faulty_s3_store(s3_endpoint: str, request: pytest.FixtureRequest) -> Iterator[S3Store]:
+    """The same over a network and with a service that fail by a seed that is the test's own."""
+    proxy = FaultyProxy(s3_endpoint, seed=zlib.crc32(request.node.name.encode()), rate=FAULT_RATE, stall_seconds=1.5)
+    bucket = new_bucket(s3_endpoint)
+    yield S3Store(bucket, "team/grpo", proxy.url, "us-east-1", patience_seconds=60, timeout_seconds=1)
+    proxy.close()
+
+
+def new_bucket(endpoint: str) -> str:
     bucket = f"bucket-{uuid.uuid4().hex}"
-    boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1").create_bucket(Bucket=bucket)
-    return S3Store(bucket, "team/grpo", s3_endpoint, "us-east-1")
+    boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket=bucket)
+    return bucket
 
 
 @pytest.fixture
@@ -31,7 +48,7 @@ def local_store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "store")
 
 
-@pytest.fixture(params=["local_store", "s3_store"])
+@pytest.fixture(params=["local_store", "s3_store", "faulty_s3_store"])
 def objects(request: pytest.FixtureRequest) -> ObjectStore:
     """Each store in turn."""
     store: ObjectStore = request.getfixturevalue(request.param)

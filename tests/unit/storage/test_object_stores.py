@@ -1,5 +1,6 @@
 """What every store promises, on a folder and over HTTP."""
 
+import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ def test_what_was_stored_comes_back_by_every_way_of_reading(objects: ObjectStore
     for path, content in [("a/bytes", b"from bytes"), ("a/file", b"from a file"), ("a/written", b"from a writer")]:
         assert objects.get(path) == content
         assert objects.buffer(path).to_pybytes() == content
+        assert objects.sha256(path) == (len(content), hashlib.sha256(content).hexdigest())
         objects.fetch(path, tmp_path / "new" / "copy")
         assert (tmp_path / "new" / "copy").read_bytes() == content
         assert objects.exists(path)
@@ -83,6 +85,8 @@ def test_reading_what_is_not_there_names_the_path(objects: ObjectStore, tmp_path
         objects.get("no/such")
     with pytest.raises(NotFoundError, match="no/such"):
         objects.buffer("no/such")
+    with pytest.raises(NotFoundError, match="no/such"):
+        objects.sha256("no/such")
     with pytest.raises(NotFoundError, match="no/such"):
         objects.fetch("no/such", tmp_path / "copy")
 

@@ -48,6 +48,38 @@ def test_a_disk_that_fills_up_at_the_commit_leaves_no_manifest(
     assert not commit(stages).reused
 
 
+QUOTA = """
+import resource, sys
+from pathlib import Path
+from grpo_lib.errors import StoreUnreachableError
+from grpo_lib.storage.local import LocalStore
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+store = LocalStore(Path(sys.argv[1]))
+store.put_bytes("a", b"small")
+for write in (lambda: store.put_bytes("a", bytes(60_000)), lambda: store.put_file("b", Path(sys.argv[2]))):
+    try:
+        write()
+    except StoreUnreachableError as error:
+        print(error)
+"""
+
+
+def test_a_quota_that_is_used_up_is_an_error_with_the_remedy_and_loses_nothing(
+    local_store: LocalStore, tmp_path: Path
+) -> None:
+    (tmp_path / "large").write_bytes(bytes(60_000))
+    done = subprocess.run(
+        [sys.executable, "-c", QUOTA, str(local_store.root), str(tmp_path / "large")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    first, second = done.stdout.splitlines()
+    assert f"can't use {local_store.root}/a: File too large; free some space or raise the quota" in first
+    assert f"can't use {local_store.root}/b: File too large" in second
+    assert local_store.get("a") == b"small"
+    assert [info.path for info in local_store.list("")] == ["a"]
+    assert list(local_store.unfinished()) == []
+
+
 def test_a_failed_write_keeps_what_was_there(local_store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     local_store.put_bytes("a", b"first")
     with monkeypatch.context() as patch:

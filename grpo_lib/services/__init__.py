@@ -1,0 +1,1 @@
+"""Services that a run may use, started and supervised here: Prefect, MLflow and a Ray cluster."""

@@ -1,0 +1,83 @@
+"""Flows in processes of their own that start within a second: each is forked from one that has imported everything."""
+
+import ctypes
+import importlib
+import multiprocessing
+import os
+import signal
+import traceback
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+PRELOADED = [
+    "flows.train",
+    "flows.warm_start",
+    "grpo_lib.placement.ray_cluster",
+    "grpo_lib.storage.s3",
+    "matplotlib.pyplot",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.store.tracking.rest_store",
+    "tests.flows.tiny",
+]
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(PRELOADED)
+
+
+class FlowProcess:
+    """A flow that runs.
+
+    The first one starts the server from which all are forked, with the environment of then.
+
+    Args:
+        flow: ``train`` or ``warm_start``.
+        values: its configuration.
+        log: file to which everything is appended that it prints.
+    """
+
+    def __init__(self, flow: str, values: dict[str, Any], log: Path) -> None:
+        self._process = _processes.Process(target=_run, args=(flow, values, str(log)), name=flow)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, minus the signal that killed it; None: it runs."""
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code; None: it still runs."""
+        self._process.join(seconds)
+        return self.code
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def start_server() -> None:
+    """Begins to import, so that the first flow starts quickly."""
+    from multiprocessing import forkserver
+
+    forkserver.ensure_running()
+
+
+def _run(flow: str, values: dict[str, Any], log: str) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    import tasks.reward
+    from grpo_lib.config_files import make_config
+    from grpo_lib.progress import Notes, show_progress_on
+    from tests.flows.tiny import use_easy_reward
+
+    tasks.reward.get_problem = use_easy_reward  # type: ignore[assignment]
+    show_progress_on(Notes())
+    try:
+        getattr(importlib.import_module(f"flows.{flow}"), flow)(make_config(values))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
