@@ -144,7 +144,6 @@ def check_devices(config: RunConfig) -> None:
             f"{torch.cuda.device_count()} CUDA devices; lower one of them"
         )
 
-
     if config.pipeline.max_staleness and shares_gpu(config, torch_device(name)):
         raise ConfigError(
             f"pipeline.max_staleness={config.pipeline.max_staleness} generates while the trainer works, but here both "

@@ -90,7 +90,7 @@ def main() -> None:
                     f"{stage_seconds(manifests, 'rollout'):.2f} | {learn:.2f} | {1000 * between:.0f} |"
                 )
                 print(rows[-1], flush=True)
-    print("\n| max_staleness | round | s an iteration | rollouts (s) | old log-probs, update, weights (s) | between (ms) |")
+    print("\n| max_staleness | round | s an iteration | rollouts (s) | training stages (s) | between (ms) |")
     print("|---|---|---|---|---|---|")
     print("\n".join(rows))
     ratios = [a / b for a, b in zip(found[0], found[1], strict=True)]
