@@ -9,9 +9,9 @@ from grpo_lib.generation.agents import agent_digests
 from grpo_lib.recipe import plugin_digests
 from grpo_lib.run import Run, hands_over
 from grpo_lib.storage.stages import ArtifactRef
-from tasks.base import StageFuture
 from tasks.evaluate import evaluate
 from tasks.filter import filter_rows
+from tasks.futures import StageFuture
 from tasks.prompts import prompts
 from tasks.reward import reward
 from tasks.rollout import rollout

@@ -27,8 +27,8 @@ from grpo_lib.storage.stages import ArtifactRef
 from grpo_lib.tracking.address import tracking_uri
 from grpo_lib.tracking.mlflow import tracker_for
 from tasks.advantage import advantage
-from tasks.base import StageFuture, forget_results
 from tasks.dataset import dataset
+from tasks.futures import StageFuture, forget_results
 from tasks.logprobs import old_logprobs, ref_logprobs, values
 from tasks.policy import pretrained, warm_start
 from tasks.publish import publish

@@ -15,22 +15,18 @@ without a manifest in the store the task runs, whatever Prefect remembers.
 """
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-from prefect import get_run_logger, task
-from prefect.context import FlowRunContext, TaskRunContext
-from prefect.futures import PrefectConcurrentFuture
+from prefect import task
+from prefect.context import TaskRunContext
 from pydantic import JsonValue
 
 from grpo_lib.errors import RankLostError, ServerLostError, StoreUnreachableError, TrackingError, WorkerLostError
 from grpo_lib.patience import AWAY
-from grpo_lib.placement.calls import StageCall, worker_role
-from grpo_lib.placement.clusters import cluster_of
-from grpo_lib.placement.code_version import module_digests
+from grpo_lib.placement.calls import worker_role
 from grpo_lib.placement.local import Workers, workers
 from grpo_lib.progress import progress
 from grpo_lib.run import Run
@@ -38,11 +34,11 @@ from grpo_lib.storage.keys import ConfigView, StageSpec
 from grpo_lib.storage.lease import check_lease
 from grpo_lib.storage.local import full_disk_errors
 from grpo_lib.storage.stages import ArtifactRef, Attempt, InputRef
+from tasks.elsewhere import run_on_worker
+from tasks.futures import KnownResult, StageFuture
 from tasks.planner import current_planner
 
 Input = ArtifactRef | Sequence[ArtifactRef] | None
-LOGGED_SECONDS = 5.0
-"""A worker's progress is logged at most so often."""
 
 
 class Stage:
@@ -115,53 +111,6 @@ class Stage:
         if table is not None:
             self._attempt.write_table(table)
         return self._attempt.commit(rows=rows, tokens=tokens, summary=summary, seconds=seconds)
-
-
-class StageFuture:
-    """The result to come of a stage that was submitted."""
-
-    def __init__(self, future: "PrefectConcurrentFuture[ArtifactRef]", known: ArtifactRef | None) -> None:
-        self._future = future
-        self._known = known
-
-    def wait(self) -> None:
-        self._future.wait()
-
-    @property
-    def done(self) -> bool:
-        """Whether ``result`` would return at once."""
-        return self._future.wrapped_future.done()
-
-    def result(self) -> ArtifactRef:
-        """Raises what the stage raised. What the store knew beforehand counts, not what Prefect remembers of it."""
-        made = self._future.result()
-        return self._known or made
-
-
-class KnownResult(StageFuture):
-    """A result that needs no waiting for."""
-
-    def __init__(self, ref: ArtifactRef) -> None:
-        self._ref = ref
-
-    def wait(self) -> None:
-        pass
-
-    @property
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> ArtifactRef:
-        return self._ref
-
-
-def forget_results() -> None:
-    """Drops what Prefect remembers of results that nobody holds any more: in long runs that is most of the memory."""
-    context = FlowRunContext.get()
-    if context is not None:
-        for key, (_, _, result) in list(context.run_results.items()):
-            if result is not None and result() is None:
-                context.run_results.pop(key, None)
 
 
 class StageTask:
@@ -269,7 +218,9 @@ class StageTask:
         if role is None:
             ref = self.compute(run, iteration, inputs, shard, key, external)
         else:
-            ref = self._elsewhere(role, run, iteration, inputs, shard, key, external)
+            known = run.stages.find(self.spec, key, iteration, shard)
+            name = f"{self.body.__module__}:{self.body.__name__}"
+            ref = known or run_on_worker(role, name, self.spec.name, run, iteration, inputs, shard, key, external)
         if not ref.reused:
             _report(ref)
         return ref
@@ -293,58 +244,6 @@ class StageTask:
         attempt = run.stages.attempt(self.spec, config, key, artifacts(inputs), iteration, shard, outside)
         with full_disk_errors(), attempt:
             return self.body(Stage(run, self.spec, iteration, shard, key, attempt, external), *inputs)
-
-    def _elsewhere(
-        self,
-        role: str,
-        run: Run,
-        iteration: int | None,
-        inputs: tuple[Input, ...],
-        shard: int,
-        key: str,
-        external: Mapping[str, str],
-    ) -> ArtifactRef:
-        """Has a worker of ``role`` run the stage."""
-        ref = run.stages.find(self.spec, key, iteration, shard)
-        if ref is not None:
-            return ref
-        call = StageCall(
-            task=f"{self.body.__module__}:{self.body.__name__}",
-            run=run.to_json(),
-            stage=self.spec.name,
-            iteration=iteration,
-            inputs=[each if each is None or isinstance(each, ArtifactRef) else list(each) for each in inputs],
-            shard=shard,
-            key=key,
-            external=dict(external),
-            folder=os.getcwd(),
-            plugins=module_digests(run.config.algorithm.plugins),
-        )
-        progress().stage_started(self.spec.name, iteration)
-        relay = _Relay(get_run_logger(), call.name)
-        return cluster_of(run.config).run(role, call, relay.message)
-
-
-class _Relay:
-    """What a worker says, to the progress of this process and, less often, to the logs of the Prefect task run."""
-
-    def __init__(self, logger: Any, name: str) -> None:
-        self._logger, self._name = logger, name
-        self._logged = time.monotonic()
-
-    def message(self, message: Mapping[str, Any]) -> None:
-        values = {name: value for name, value in message.items() if name != "kind"}
-        if message["kind"] == "progress":
-            progress().stage_advanced(**values)
-            if time.monotonic() - self._logged >= LOGGED_SECONDS:
-                self._logged = time.monotonic()
-                numbers = (values["done"], values["total"], values["tokens"])
-                self._logger.info("%s: %s of %s, %s tokens", self._name, *numbers)
-        elif message["kind"] == "note":
-            progress().note(values["text"])
-            self._logger.info("%s: %s", self._name, values["text"])
-        else:
-            self._logger.log(values["level"], "%s: %s: %s", self._name, values["source"], values["text"])
 
 
 def stage_task(spec: StageSpec, role: str | None = None) -> Callable[[Callable[..., ArtifactRef]], StageTask]:
