@@ -271,11 +271,12 @@ def test_a_run_is_watched_and_cancelled_from_prefect(
 
 
 async def _watch_and_cancel(place: Place, accident: Accident) -> None:
-    from prefect.client.orchestration import get_client
+    from prefect.client.orchestration import PrefectClient
     from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
     from prefect.states import Cancelling
 
-    async with get_client() as client:
+    # Not get_client: an earlier test may have Prefect think of another server.
+    async with PrefectClient(os.environ["PREFECT_API_URL"]) as client:
 
         async def until_true(happens: Callable[[], Any], seconds: float) -> Any:
             deadline = time.monotonic() + seconds

@@ -235,6 +235,7 @@ def test_a_killed_head_is_back_while_worker_and_driver_go_on(
 def test_a_killed_node_is_back_and_offers_the_same(running: Set) -> None:
     os.kill(running.service("ray node")["process"]["pid"], signal.SIGKILL)
     running.back("ray node")
+    running.until(lambda: len(running.status()["nodes"]) == 1)  # the head notices a death after a few seconds
     (node,) = running.status()["nodes"]
     assert node["resources"]["ROLLOUT"] == node["resources"]["TRAIN"] == 1
 

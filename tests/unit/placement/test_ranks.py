@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from grpo_lib.errors import ConfigError, NonFiniteError, RankError, RankLostError
-from grpo_lib.placement import rank_main, ranks
+from grpo_lib.placement import ranks
+from grpo_lib.placement.failures import failure_of
 from grpo_lib.placement.rank_main import Line
 from grpo_lib.placement.rank_processes import Member, Processes, born, listener
 from grpo_lib.placement.ranks import RankGroup
@@ -398,8 +399,8 @@ def test_a_subclass_defined_elsewhere_travels_as_the_class_of_ours() -> None:
     class Stranger(NonFiniteError):
         pass
 
-    assert rank_main._failure(Stranger("nan"))["error"] == "NonFiniteError"
-    assert rank_main._failure(ValueError("no"))["error"] is None
+    assert failure_of(Stranger("nan"))["error"] == "NonFiniteError"
+    assert failure_of(ValueError("no"))["error"] is None
 
 
 def test_a_message_that_arrives_in_pieces_is_put_together() -> None:
