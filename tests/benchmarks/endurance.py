@@ -3,7 +3,8 @@
     python tests/benchmarks/endurance.py [--iterations 1000] [--address HOST:PORT]
 
 With an address the stages run on workers of that cluster. Prints a row for each tenth of the run, and the change of
-memory and seconds from the second tenth to the last.
+memory and seconds from the second tenth to the last. Beside each iteration stands a fixed piece of work, so that a
+machine that gets slower is not taken for a run that does.
 """
 
 import argparse
@@ -26,13 +27,22 @@ from tests.flows.tiny import TINY  # noqa: E402
 PARTS = 10
 
 
+def fixed_work() -> float:
+    """Seconds that it takes; some milliseconds."""
+    began = time.perf_counter()
+    sum(range(200_000))
+    return time.perf_counter() - began
+
+
 class Watch(Silent):
     """Notes the time and the memory of flow and workers whenever an update ends."""
 
     def __init__(self, address: str | None) -> None:
         self._address = address
         self._processes = {"flow": psutil.Process()}
+        self.begins: list[float] = []
         self.ends: list[float] = []
+        self.fixed: list[float] = []
         self.memory: list[dict[str, int]] = []
 
     def stage_ended(
@@ -44,6 +54,8 @@ class Watch(Silent):
             threading.Thread(target=self._find).start()
         self.ends.append(time.perf_counter())
         self.memory.append({name: each.memory_full_info().uss for name, each in list(self._processes.items())})
+        self.fixed.append(fixed_work())
+        self.begins.append(time.perf_counter())
 
     def _find(self) -> None:
         from grpo_lib.placement.ray_connection import statuses
@@ -71,14 +83,17 @@ def main() -> None:
     size = asked.iterations // PARTS
     names = sorted(watch.memory[-1])
     rows = []
-    print("| iterations | ms an iteration (median) | " + " | ".join(f"{name} (MiB)" for name in names) + " |")
-    print("|---|---|" + "---|" * len(names))
+    columns = ["iterations", "ms an iteration (median)", "fixed work (ms)", "ratio"]
+    columns += [f"{each} (MiB)" for each in names]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for part in range(PARTS):
         chosen = range(part * size + (part == 0), (part + 1) * size)
-        seconds = statistics.median(watch.ends[i] - watch.ends[i - 1] for i in chosen)
+        seconds = statistics.median(watch.ends[i] - watch.begins[i - 1] for i in chosen)
+        fixed = statistics.median(watch.fixed[i] for i in chosen)
         memory = [statistics.median(watch.memory[i].get(name, 0) for i in chosen) / 2**20 for name in names]
-        rows.append((seconds, *memory))
-        print(f"| {(part + 1) * size} | {1000 * seconds:.0f} | " + " | ".join(f"{each:.0f}" for each in memory) + " |")
+        rows.append((seconds, fixed, seconds / fixed, *memory))
+        cells = [f"{1000 * seconds:.0f}", f"{1000 * fixed:.2f}", f"{seconds / fixed:.1f}"]
+        print(f"| {(part + 1) * size} | {' | '.join([*cells, *(f'{each:.0f}' for each in memory)])} |")
     changes = [f"{100 * (last / first - 1):+.1f} %" for first, last in zip(rows[1], rows[-1], strict=True)]
     print(f"| last tenth over the second | {' | '.join(changes)} |")
 
