@@ -40,14 +40,17 @@ class Batches:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="rollouts")  # one after another: each follows the last
         self._asked: dict[int, Future[Batch]] = {}
         self._next = 0
-        self._last: Batch | None = None
+        self._last: Batch | Future[Batch] | None = None
+        """The newest that was asked for."""
 
     def take(self, k: int, policy: ArtifactRef) -> Batch:
         """The batch of iteration ``k``, which starts from ``policy``: the call for k follows that for k - 1."""
         if not self._ahead:
-            return self._make(k, policy)
+            self._last = self._make(k, policy, self._last)
+            return self._last
         while self._next < min(k + self._ahead + 1, self._run.config.iterations):  # the first time several, then one
-            self._asked[self._next] = self._pool.submit(copy_context().run, self._make, self._next, policy)
+            last = self._pool.submit(copy_context().run, self._make, self._next, policy, self._last)
+            self._asked[self._next] = self._last = last
             self._next += 1
         return self._asked.pop(k).result()
 
@@ -55,9 +58,11 @@ class Batches:
         """Asks for no more; what is being generated is paid for, and is waited for if there is time."""
         self._pool.shutdown(wait=wait, cancel_futures=True)
 
-    def _make(self, k: int, policy: ArtifactRef) -> Batch:
-        self._last = rollouts_and_rewards(self._run, k, self._data, policy, self._last)
-        return self._last
+    def _make(self, k: int, policy: ArtifactRef, before: "Batch | Future[Batch] | None") -> Batch:
+        """After one that failed nothing is generated: it would follow the wrong one."""
+        return rollouts_and_rewards(
+            self._run, k, self._data, policy, before.result() if isinstance(before, Future) else before
+        )
 
 
 def rollouts_and_rewards(run: Run, k: int, data: ArtifactRef, policy: ArtifactRef, before: Batch | None) -> Batch:

@@ -146,5 +146,9 @@ class WorkerLostError(RunError):
     """A worker was killed, or nobody offers one, or the cluster is gone; the message says how to start one."""
 
 
+class NobodyOffersError(WorkerLostError):
+    """The worker was waited for, and its role or cluster is not there: to try again at once would wait again."""
+
+
 class StageCancelledError(RunError):
     """Somebody stopped the stage: the run was cancelled, or a later flow of the run took over."""

@@ -38,7 +38,9 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         """What another process makes the same run from; ``name`` and ``place`` are for those who only look at it."""
-        return {"config": self.config.model_dump(mode="json"), "name": self.name, "place": self.place}
+        config = self.config.model_dump(mode="json") | {"name": self.name}
+        config["store"]["uri"] = self.objects.uri  # absolute: a worker serves flows of several folders
+        return {"config": config, "name": self.name, "place": self.place}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Run":

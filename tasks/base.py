@@ -24,7 +24,14 @@ from prefect import task
 from prefect.context import TaskRunContext
 from pydantic import JsonValue
 
-from grpo_lib.errors import RankLostError, ServerLostError, StoreUnreachableError, TrackingError, WorkerLostError
+from grpo_lib.errors import (
+    NobodyOffersError,
+    RankLostError,
+    ServerLostError,
+    StoreUnreachableError,
+    TrackingError,
+    WorkerLostError,
+)
 from grpo_lib.patience import AWAY
 from grpo_lib.placement.calls import worker_role
 from grpo_lib.placement.local import Workers, workers
@@ -295,7 +302,7 @@ def _worth_a_retry(task: Any, task_run: Any, state: Any) -> bool:
     """
     try:
         state.result()
-    except AWAY:
+    except (*AWAY, NobodyOffersError):
         return False
     except (StoreUnreachableError, TrackingError, RankLostError, ServerLostError, WorkerLostError):
         return True

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from pydantic import ValidationError
+
 from grpo_lib.config import RunConfig
 from grpo_lib.config_placement import RayConfig
-from grpo_lib.errors import ConfigError, StageCancelledError, WorkerError, WorkerLostError
+from grpo_lib.errors import ConfigError, NobodyOffersError, StageCancelledError, WorkerError, WorkerLostError
 from grpo_lib.placement.calls import StageCall
 from grpo_lib.placement.code_version import code_digest
 from grpo_lib.placement.failures import error_class
@@ -50,12 +52,14 @@ class Cluster:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._ray, self._wait = config.placement.ray, config.placement.wait
+        self._ray, self._wait, self._run = config.placement.ray, config.placement.wait, config.run_name
         self._handles: dict[str, Any] = {}
         self._free = {role: list(range(count)) for role, count in asked(self._ray).items()}
         self._changed = threading.Condition()
         self._connecting = threading.Lock()
         self._stopped = threading.Event()
+        self._left: dict[str, int] = {}
+        """By key of a stage that an earlier flow left running: the place of its worker."""
         self.epoch: int | None = None
         """Of the training flow."""
 
@@ -68,6 +72,8 @@ class Cluster:
         deadline = time.monotonic() + self._wait
         all_places = [(role, place) for role, places in self._free.items() for place in places]
         for each in all_places:
+            if time.monotonic() > deadline:
+                break
             with suppress(*GONE):  # they start side by side
                 self._worker(*each)
         for each in all_places:
@@ -85,16 +91,11 @@ class Cluster:
             WorkerLostError: the worker died, or the stage took longer than ``placement.ray.stage_seconds``.
         """
         call = call.model_copy(update={"epoch": self.epoch})
-        with self._taken(role) as (place, worker):
+        with self._taken(role, call.key) as (place, worker):
             deadline = time.monotonic() + self._ray.stage_seconds
             name = worker_name(role, place)
             try:
-                answer = json.loads(answer_of(worker.start.remote(call.model_dump_json())))
-                if "stale" in answer:
-                    progress().note(f"{name} starts anew: {answer['stale']}")
-                    restart(worker)
-                    worker = self._ready(role, place, time.monotonic() + self._wait)
-                    answer = json.loads(answer_of(worker.start.remote(call.model_dump_json())))
+                worker, answer = self._started(worker, role, place, call, deadline)
             except GONE as error:
                 raise _lost(name, call, error) from error
             if "refused" in answer:
@@ -113,7 +114,30 @@ class Cluster:
 
     def stop(self) -> None:
         """Cancels what this flow has running, and refuses more: the flow is over."""
-        self._stopped.set()
+        with self._changed:
+            self._stopped.set()
+            self._changed.notify_all()
+
+    def _started(self, worker: Any, role: str, place: int, call: StageCall, deadline: float) -> tuple[Any, Any]:
+        """The worker, which may have had to start anew, and its answer to the call."""
+        name, told = worker_name(role, place), False
+        while True:
+            answer = json.loads(answer_of(worker.start.remote(call.model_dump_json())))
+            if "stale" not in answer:
+                return worker, answer
+            if "busy" not in answer:
+                progress().note(f"{name} starts anew: {answer['stale']}")
+                restart(worker)
+                worker = self._ready(role, place, time.monotonic() + self._wait)
+                continue
+            if not told:
+                progress().note(
+                    f"{name} has to start anew ({answer['stale']}); first it ends what {answer['busy']} asked"
+                )
+                told = True
+            if self._stopped.is_set() or time.monotonic() > deadline:
+                raise StageCancelledError(f"{call.name} was cancelled before {name} was free for it")
+            time.sleep(RETRY_SECONDS)
 
     def _follow(
         self, worker: Any, job: str, call: StageCall, on_message: OnMessage, deadline: float, name: str
@@ -163,16 +187,19 @@ class Cluster:
             restart(worker)
 
     @contextmanager
-    def _taken(self, role: str) -> Iterator[tuple[int, Any]]:
-        """A worker that is free and answers; among several, those that don't answer come last."""
-        deadline = time.monotonic() + self._wait
+    def _taken(self, role: str, key: str) -> Iterator[tuple[int, Any]]:
+        """A worker that is free and answers; among several that which an earlier flow left the stage with, then those
+        that it left nothing with; those that don't answer come last."""
         with self._changed:
             self._changed.wait_for(lambda: self._free[role] or self._stopped.is_set())
             if self._stopped.is_set():
                 raise StageCancelledError("the flow ends")
-            place = self._free[role].pop(0)
+            free, left = self._free[role], self._left.pop(f"{role}/{key}", None)
+            others = {at for each, at in self._left.items() if each.startswith(f"{role}/")}
+            place = left if left in free else next((each for each in free if each not in others), free[0])
+            free.remove(place)
         try:
-            worker = self._ready(role, place, deadline)
+            worker = self._ready(role, place, time.monotonic() + self._wait)
             yield place, worker
         except WorkerLostError:
             with self._changed:
@@ -201,16 +228,17 @@ class Cluster:
         while True:
             try:
                 worker = self._worker(role, place)
-                status = WorkerStatus.model_validate_json(answer_of(worker.status.remote()))
-                wrong = self._unfit(status, role)
+                host, busy, wrong = self._look(answer_of(worker.status.remote()), role, place)
                 if wrong is None:
                     return worker
                 if restarted:
-                    raise ConfigError(f"worker {name} on {status.host} {wrong}; install the same version there")
-                progress().note(f"{name} starts anew: it {wrong}")
-                end(worker)
-                del self._handles[name]
-                restarted, problem = True, wrong
+                    raise ConfigError(f"worker {name} on {host} {wrong}; install the same version there")
+                problem = wrong if busy is None else f"it {wrong}, and is busy with run {busy}"
+                if busy is None:
+                    progress().note(f"{name} starts anew: it {wrong}")
+                    end(worker)
+                    self._handles.pop(name, None)
+                    restarted = True
             except GONE as error:
                 problem = error
                 if is_dead(error):
@@ -218,11 +246,23 @@ class Cluster:
             if self._stopped.is_set():
                 raise StageCancelledError("the flow ends")
             if time.monotonic() > deadline:
-                raise WorkerLostError(self._missing(role, name, problem))
+                raise self._missing(role, name, problem)
             if not said:
                 progress().note(f"waiting for {name} (placement.wait={self._wait:g} s)")
                 said = True
             time.sleep(RETRY_SECONDS)
+
+    def _look(self, said: str, role: str, place: int) -> tuple[str, str | None, str | None]:
+        """Host of a worker, the other run that it works for, and why it can't be used."""
+        try:
+            status = WorkerStatus.model_validate_json(said)
+        except ValidationError:
+            return "its machine", None, "is of another version"
+        with self._changed:
+            self._left = {key: at for key, at in self._left.items() if (key.partition("/")[0], at) != (role, place)}
+            if status.key is not None:
+                self._left[f"{role}/{status.key}"] = place
+        return status.host, status.run if status.run != self._run else None, self._unfit(status, role)
 
     def _unfit(self, status: WorkerStatus, role: str) -> str | None:
         if status.code != code_digest():
@@ -239,21 +279,21 @@ class Cluster:
             self._handles[name] = worker_handle(role, place, _gpus(self._ray)[role])
         return self._handles[name]
 
-    def _missing(self, role: str, name: str, problem: BaseException | str) -> str:
+    def _missing(self, role: str, name: str, problem: BaseException | str) -> WorkerLostError:
         resource, count = role.upper(), asked(self._ray)[role]
         start = f"start one with `grpo worker --role {role} --address {self._ray.address}`, or all with `grpo up`"
         try:
             there = offered(resource)
         except Exception:
-            return f"no Ray cluster answers at {self._ray.address} ({_line(problem)}); {start}"
+            return NobodyOffersError(f"no Ray cluster answers at {self._ray.address} ({_line(problem)}); {start}")
         if there < count:
-            return (
+            return NobodyOffersError(
                 f"the run asks for {count} x {resource} (placement.ray), the cluster offers {there:g}, and nobody "
                 f"offered more within placement.wait={self._wait:g} s; {start}"
             )
         gpus = _gpus(self._ray)[role]
         also = f"; it needs {gpus:g} GPUs on a machine that offers {resource}" if gpus else ""
-        return (
+        return WorkerLostError(
             f"{name} did not come up within placement.wait={self._wait:g} s ({_line(problem)}){also}; see `grpo status`"
         )
 
@@ -297,7 +337,7 @@ _clusters: dict[str, Cluster] = {}
 def cluster(config: RunConfig) -> Cluster:
     """The workers of a run, for this process."""
     with _LOCK:
-        key = config.placement.model_dump_json()
+        key = config.run_name + config.placement.model_dump_json()
         if key not in _clusters:
             _clusters[key] = Cluster(config)
         return _clusters[key]

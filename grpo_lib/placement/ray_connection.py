@@ -7,12 +7,14 @@ directly: they work while the head of the cluster is gone, and only what asks th
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from grpo_lib.services.checks import listens, token_file
+from grpo_lib.services.ray_nodes import current_cluster
 
 # Read when Ray is imported. The head may be gone for minutes.
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
@@ -20,6 +22,7 @@ if os.environ.get("RAY_AUTH_TOKEN") or token_file().is_file():
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray
+from pydantic import ValidationError
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
 
 from grpo_lib.placement.calls import ROLES
@@ -46,7 +49,11 @@ def connect(address: str) -> None:
     """
     if ray.is_initialized():
         return
-    if address != "auto" and not listens(address):  # Ray itself would ask for minutes
+    if address == "auto":
+        address = current_cluster() or ""
+        if not address:
+            raise ConnectionError("no Ray cluster was started on this machine")
+    if not listens(address):  # Ray itself would ask for minutes
         raise ConnectionError(f"nobody answers at {address}")
     try:
         ray.init(
@@ -63,11 +70,16 @@ def connect(address: str) -> None:
 
 def within(seconds: float, ask: Callable[[], Any]) -> Any:
     """The head's answer; it gives none while it is gone."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        return pool.submit(ask).result(seconds)
-    finally:
-        pool.shutdown(wait=False)
+    answer: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()  # a pool's thread would keep the process from ending
+    return answer.result(seconds)
 
 
 def statuses(address: str) -> list[WorkerStatus]:
@@ -93,6 +105,8 @@ def _status(name: str, answer: Any) -> WorkerStatus:
         return WorkerStatus.model_validate_json(ray.get(answer, timeout=0.1))
     except RayActorError:
         state = "starting"
+    except ValidationError:  # of another version
+        state = "unreachable"
     except RayError:
         state = "unreachable"
     role = next((each for each in ROLES if f"-{each}-" in name), "?")

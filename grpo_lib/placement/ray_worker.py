@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from grpo_lib.errors import StageCancelledError
+from grpo_lib.errors import ConfigError, StageCancelledError
 from grpo_lib.placement.calls import StageCall
-from grpo_lib.placement.code_version import code_digest
+from grpo_lib.placement.code_version import code_digest, module_digests
 from grpo_lib.placement.failures import failure_of
 from grpo_lib.placement.worker_status import WorkerStatus
 from grpo_lib.progress import show_progress_on
@@ -99,16 +99,19 @@ class StageWorker:
         """Takes a `StageCall` and returns its id; the same stage of a flow that died is joined, another is cancelled.
 
         Returns:
-            JSON: ``{"id": ...}``; ``{"stale": why}`` when this process can't run it and has to start anew;
-            ``{"refused": why}`` when a later flow of the run has been here.
+            JSON: ``{"id": ...}``; ``{"stale": why}`` when this process can't run it and has to start anew, ``busy`` too
+            when that has to wait for another run's stage; ``{"refused": why}`` when a later flow of the run has been
+            here.
         """
         call = StageCall.model_validate_json(text)
         with self._lock:
             changed = [name for name, digest in call.plugins.items() if self._plugins.get(name, digest) != digest]
-            if changed:
-                return json.dumps({"stale": f"{', '.join(changed)} changed since this worker imported it"})
-            self._plugins |= call.plugins
             run = str(call.run["place"])
+            if changed:
+                others = [job.call for job in self._jobs.values() if not job.ended and job.call.run["place"] != run]
+                busy = {"busy": str(others[0].run["name"])} if others else {}
+                return json.dumps({"stale": f"{', '.join(changed)} changed since this worker imported it"} | busy)
+            self._plugins |= call.plugins
             newest = self._epochs.get(run, 0)
             if call.epoch is not None and call.epoch < newest:
                 return json.dumps({"refused": f"run {call.run['name']} goes on in a later flow than this one"})
@@ -118,8 +121,8 @@ class StageWorker:
                     continue
                 if job.call.key == call.key and not job.cancelled.is_set():
                     return json.dumps({"id": job.id})  # asked for again: by a later flow, or after a lost answer
-                if (job.call.epoch or newest) < self._epochs[run]:
-                    job.cancelled.set()
+                if job.call.epoch is not None and job.call.epoch < self._epochs[run]:
+                    self._cancel(job)
             job = Job(call)
             self._jobs[job.id] = job
             for old in [each for each, known in self._jobs.items() if known.ended][:-KEPT_JOBS]:
@@ -134,9 +137,15 @@ class StageWorker:
 
     def cancel(self, job: str) -> None:
         """Stops a stage at its next sign of life, or before it begins."""
-        found = self._jobs.get(job)
-        if found is not None:
-            found.cancelled.set()
+        with self._lock:
+            found = self._jobs.get(job)
+            if found is not None and not found.ended:
+                self._cancel(found)
+
+    def _cancel(self, job: Job) -> None:
+        job.cancelled.set()
+        if job is not self._running:  # nobody has to wait until its turn comes
+            job.say("failed", **failure_of(StageCancelledError(f"{job.call.name} was cancelled before it began")))
 
     def status(self) -> str:
         """JSON of `WorkerStatus`."""
@@ -146,7 +155,7 @@ class StageWorker:
             call = job.call
             shown = {"run": str(call.run["name"]), "stage": call.stage, "iteration": call.iteration}
             shown |= {"shard": call.shard, "since": job.since, "done": job.done, "total": job.total}
-            shown |= {"epoch": call.epoch}
+            shown |= {"epoch": call.epoch, "key": call.key}
         return WorkerStatus(
             name=self._name,
             role=self._role,
@@ -170,7 +179,10 @@ class StageWorker:
             importlib.import_module("grpo_lib.placement.local")  # takes seconds: not when the first stage waits for it
         while True:
             job = self._waiting.get()
-            job.since, self._running = time.time(), job
+            with self._lock:
+                if job.ended:
+                    continue
+                job.since, self._running = time.time(), job
             try:
                 self._prepare(job.call)
                 if job.cancelled.is_set():
@@ -187,6 +199,12 @@ class StageWorker:
             os.chdir(call.folder)
         if call.plugins and call.folder not in sys.path:
             sys.path.append(call.folder)
+        here = module_digests(list(call.plugins))
+        other = [name for name, digest in call.plugins.items() if here[name] != digest]
+        if other:
+            raise ConfigError(
+                f"{', '.join(other)} on {socket.gethostname()} ({call.folder}) is not what the flow has; copy it there"
+            )
         from grpo_lib.placement.devices import use_threads
         from grpo_lib.placement.local import only_generate
         from grpo_lib.run import Run

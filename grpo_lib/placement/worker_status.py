@@ -26,5 +26,6 @@ class WorkerStatus(BaseModel):
     memory_bytes: int = Field(0, description="Resident memory of its process and the processes that it started.")
     gpu_memory_bytes: int = Field(0, description="GPU memory that it holds.")
     code: str = Field("", description="Digest of the code it was born with; it must be that of the flow.")
+    key: str | None = Field(None, description="Of the present stage: a flow that asks for the same joins it.")
     epoch: int | None = Field(None, description="Number of the flow that owns it; calls of an older one are refused.")
     gpus: float = Field(0, description="GPUs that it was placed with.")

@@ -163,7 +163,7 @@ def _weights(found: Contents, rules: Rules) -> list[Garbage]:
         for manifest in manifests[rules.keep_weights :]:
             files = (manifest.path, *(part.path for part in manifest.parts))
             infos = [found.infos[path] for path in files if path in found.infos]
-            old = all(rules.old(info.modified) for info in infos)
+            old = all(rules.old(info.modified) for info in infos) and run not in rules.busy
             if old and rules.concerns(run) and not _is_needed(manifest, needed):
                 own = [info for info in infos if paths.run_of(info.path) == run]
                 things.append(_thing("weights", run, manifest.path, own, "can be made again", manifest))

@@ -29,7 +29,10 @@ def restored(objects: ObjectStore, made: Manifest, remake: Remake) -> Manifest:
     """
     if remake.manifest is None:
         return made
-    original = Manifest.model_validate_json(objects.get(remake.manifest))
+    try:
+        original = Manifest.model_validate_json(objects.get(remake.manifest))
+    except NotFoundError:  # somebody has tidied up what was set aside
+        return made
     if original.digest != made.digest:
         return made
     for new, old in zip(made.parts, original.parts, strict=True):

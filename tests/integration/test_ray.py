@@ -255,7 +255,7 @@ def test_a_run_is_watched_and_cancelled_from_prefect(
     accident.plan("hold", "parts", "rollout", 0)
     log = (tmp_path / "serve.log").open("wb")
     served = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.serve_train", "test"],
+        [sys.executable, "-m", "flows.cli.main", "serve"],
         cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
     )  # fmt: skip
     try:
@@ -286,10 +286,13 @@ async def _watch_and_cancel(place: Place, accident: Accident) -> None:
             return found
 
         async def deployment() -> Any:
-            found = await client.read_deployments()
-            return [each for each in found if each.name == "test"]
+            found = {each.name: each for each in await client.read_deployments()}
+            return found if {"train", "rerun-stage"} <= found.keys() else None
 
-        (served,) = await until_true(deployment, SECONDS)
+        deployments = await until_true(deployment, SECONDS)
+        served, form = deployments["train"], deployments["rerun-stage"].parameter_openapi_schema
+        assert {"run", "iteration", "stage", "settings", "name", "only_this_stage"} <= form["properties"].keys()
+        assert form["required"] == ["run", "iteration", "stage"]
         run = await client.create_flow_run_from_deployment(served.id, parameters={"config": place.values})
         await asyncio.to_thread(accident.wait)
 
