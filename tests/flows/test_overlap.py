@@ -104,3 +104,26 @@ def test_filters_draw_on_where_the_iteration_before_ended(tiny: Tiny) -> None:
     assert [each.iteration for each in of(made, "update")] == [0, 1, 2]
     first = [each.summary["next_prompt"] for each in of(made, "filter")]
     assert first == sorted(first)
+
+
+def test_after_a_batch_that_failed_none_is_generated_that_would_follow_the_wrong_one(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows import batches
+
+    asked: list[tuple[int, object]] = []
+
+    def make(run: Run, k: int, data: object, policy: object, before: object) -> str:
+        asked.append((k, before))
+        if k == 1:
+            raise RuntimeError("no")
+        return f"batch {k}"
+
+    monkeypatch.setattr(batches, "rollouts_and_rewards", make)
+    ahead = batches.Batches(Run(tiny(*AHEAD, "pipeline.max_staleness=2")), None)  # type: ignore[arg-type]
+    assert ahead.take(0, None) == "batch 0"  # type: ignore[arg-type, comparison-overlap]
+    for k in (1, 2):
+        with pytest.raises(RuntimeError, match="no"):
+            ahead.take(k, None)  # type: ignore[arg-type]
+    ahead.close(wait=True)
+    assert asked == [(0, None), (1, "batch 0")]

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,19 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from grpo_lib.config import RunConfig
 from grpo_lib.config_files import make_config
-from grpo_lib.errors import ConfigError, NonFiniteError, StageCancelledError, WorkerError, WorkerLostError
+from grpo_lib.errors import (
+    ConfigError,
+    NobodyOffersError,
+    NonFiniteError,
+    StageCancelledError,
+    WorkerError,
+    WorkerLostError,
+)
 from grpo_lib.placement import ray_cluster
 from grpo_lib.placement.calls import StageCall
 from grpo_lib.placement.code_version import code_digest
 from grpo_lib.placement.failures import failure_of
 from grpo_lib.placement.ray_cluster import Cluster
-from grpo_lib.placement.worker_status import WorkerStatus
 from grpo_lib.run import Run
 from grpo_lib.storage.manifests import ArtifactRef
 from tests.flows.tiny import TINY
@@ -52,6 +59,8 @@ class FakeWorker:
         self.asleep: list[Exception] = []
         """What ``status`` raises, before it answers."""
         self.cancelled = 0
+        self.shows: dict[str, Any] = {}
+        """Further fields of its status."""
         self.start, self.poll = Method(self._start), Method(self._poll)
         self.cancel, self.status = Method(self._cancel), Method(self._status)
 
@@ -74,7 +83,7 @@ class FakeWorker:
         if self.asleep:
             raise self.asleep.pop(0)
         shown = {"name": self.name, "role": "rollout", "host": "here", "pid": 1, "state": "idle", "code": self.code}
-        return WorkerStatus.model_validate(shown).model_dump_json()
+        return json.dumps(shown | self.shows)
 
 
 class FakeRay:
@@ -278,3 +287,73 @@ def test_what_nobody_offers_is_said_with_the_command_that_starts_it(ray: FakeRay
         ray.offers = offers
         with pytest.raises(WorkerLostError, match=match):
             Cluster(config()).check()
+
+
+def test_the_end_of_the_flow_wakes_everybody_who_waits_for_a_worker(ray: FakeRay) -> None:
+    cluster, ended = Cluster(config("placement.ray.rollout_workers=2")), []
+
+    def work() -> None:
+        try:
+            run(cluster)
+        except StageCancelledError as error:
+            ended.append(error)
+
+    for place in range(2):
+        ray.workers[f"grpo-rollout-{place}"] = [FakeWorker(f"grpo-rollout-{place}", [])]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(8)]
+    for each in threads:
+        each.start()
+    time.sleep(0.1)
+    cluster.stop()
+    for each in threads:
+        each.join(5)
+    assert len(ended) == 8
+
+
+def test_a_stage_that_an_earlier_flow_left_running_is_joined_where_it_runs(ray: FakeRay) -> None:
+    workers = [FakeWorker(f"grpo-rollout-{place}", [[DONE], [DONE]]) for place in range(3)]
+    workers[2].shows = {"state": "busy", "run": "tiny", "key": call().key}
+    workers[0].shows = {"state": "busy", "run": "tiny", "key": "c" * 64}
+    ray.workers |= {each.name: [each] for each in workers}
+    cluster = Cluster(config("placement.ray.rollout_workers=3"))
+    cluster.check()
+    run(cluster)
+    assert [len(each.started) for each in workers] == [0, 0, 1]
+    cluster.run("rollout", call().model_copy(update={"key": "e" * 64}), [].append)
+    assert [len(each.started) for each in workers] == [0, 0, 2], (
+        "the warm one; the first still works for an earlier flow"
+    )
+
+
+def test_a_worker_with_other_code_that_works_for_another_run_is_waited_for(ray: FakeRay) -> None:
+    busy = FakeWorker("grpo-rollout-0", code="f" * 16)
+    busy.shows = {"state": "busy", "run": "another", "key": "c" * 64}
+    ray.workers["grpo-rollout-0"] = [busy]
+    with pytest.raises(WorkerLostError, match="is busy with run another"):
+        run(Cluster(config()))
+    assert ray.ended == []
+
+
+def test_a_worker_of_another_version_starts_anew(ray: FakeRay) -> None:
+    other, new = FakeWorker("grpo-rollout-0"), FakeWorker("grpo-rollout-0")
+    other.shows = {"something": "new"}
+    ray.workers["grpo-rollout-0"] = [other, new]
+    assert run(Cluster(config())) == REF
+    assert ray.ended == [other]
+
+
+def test_a_changed_module_waits_until_another_run_has_what_it_asked_for(ray: FakeRay) -> None:
+    worker = FakeWorker("grpo-rollout-0")
+    stale = {"stale": "my_module changed since this worker imported it"}
+    worker.answers = [stale | {"busy": "another"}, stale | {"busy": "another"}, stale]
+    ray.workers["grpo-rollout-0"] = [worker]
+    assert run(Cluster(config())) == REF
+    assert ray.restarted == [worker]
+
+
+def test_what_nobody_offers_is_not_asked_for_again_at_once(ray: FakeRay) -> None:
+    ray.offers = 0.0
+    ray.workers["grpo-rollout-0"] = [FakeWorker("grpo-rollout-0")]
+    ray.workers["grpo-rollout-0"][0].asleep = [LOST] * 1000
+    with pytest.raises(NobodyOffersError, match="grpo worker --role rollout"):
+        run(Cluster(config()))

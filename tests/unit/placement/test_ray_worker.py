@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import grpo_lib.progress as progress_module
 from grpo_lib.config_files import make_config
 from grpo_lib.placement import local, ray_worker
 from grpo_lib.placement.calls import StageCall
+from grpo_lib.placement.code_version import module_digests
 from grpo_lib.placement.ray_worker import KEPT_JOBS, StageWorker
 from grpo_lib.placement.worker_status import WorkerStatus
 from grpo_lib.run import Run
@@ -247,3 +249,64 @@ def test_what_ended_long_ago_is_forgotten_and_what_runs_never(
     assert json.loads(worker.poll(ended[0], 0, 0)) is None
     assert json.loads(worker.poll(ended[-1], 0, 0))[-1]["kind"] == "done"
     assert json.loads(worker.poll(running, 0, 0)) is not None
+
+
+def test_a_stage_that_waits_is_cancelled_without_waiting_for_the_one_before_it(worker: StageWorker) -> None:
+    first = script("a")
+    script("b")
+    start(worker, call("a", store="one"))
+    assert first.begun.wait(SECONDS)
+    waiting = start(worker, call("b", store="two"))
+    worker.cancel(waiting)
+    (message,) = json.loads(worker.poll(waiting, 0, 0.0))
+    assert (message["kind"], message["error"]) == ("failed", "StageCancelledError")
+    first.go.set()
+    script("c", lambda _: None)
+    assert all_messages(worker, start(worker, call("c", store="two")))[-1]["kind"] == "done"
+    assert worker_tasks.order == ["a" * 64, "c" * 64], "what was cancelled never began"
+
+
+def test_what_is_no_training_flow_is_left_alone_by_one(worker: StageWorker) -> None:
+    made = script("a")
+    evaluation = start(worker, call("a"))
+    assert made.begun.wait(SECONDS)
+    script("b", lambda _: None)
+    start(worker, call("b", epoch=5))
+    made.go.set()
+    assert all_messages(worker, evaluation)[-1]["kind"] == "done"
+
+
+def test_a_changed_module_waits_for_the_stage_of_another_run(worker: StageWorker) -> None:
+    name = "tests.unit.placement.worker_tasks"
+    digests = module_digests([name])
+    made = script("a")
+    start(worker, call("a", store="one", plugins=digests))
+    assert made.begun.wait(SECONDS)
+    changed = {name: "0" * 64}
+    assert json.loads(worker.start(call("b", store="two", plugins=changed)))["busy"] == "tiny"
+    assert "busy" not in json.loads(worker.start(call("b", store="one", plugins=changed)))
+
+
+def test_a_module_that_is_another_than_the_flow_s_is_refused(worker: StageWorker) -> None:
+    script("a")
+    job = start(worker, call("a", plugins={"tests.unit.placement.worker_tasks": "0" * 64}))
+    last = all_messages(worker, job)[-1]
+    assert last["error"] == "ConfigError"
+    assert "is not what the flow has" in last["message"]
+
+
+def test_a_folder_as_store_is_the_flow_s_wherever_the_worker_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        places.append(Run(make_config(TINY | {"store": {"uri": str(Path("store").resolve())}})).to_json())
+        made = Run(make_config(TINY | {"store": {"uri": "store"}})).to_json()
+        assert Path(made["config"]["store"]["uri"]).is_absolute()
+    monkeypatch.chdir(tmp_path)
+    found = [Run.from_json(each).place for each in places]
+    assert [Path(each).is_relative_to(tmp_path / name) for each, name in zip(found, ("one", "two"), strict=True)] == [
+        True, True,
+    ]  # fmt: skip
