@@ -49,5 +49,5 @@ def forget_results() -> None:
     context = FlowRunContext.get()
     if context is not None:
         for key, (_, _, result) in list(context.run_results.items()):
-            if result is not None and result() is None:
+            if result is None or result() is None:  # None: a string or number inside a result
                 context.run_results.pop(key, None)
