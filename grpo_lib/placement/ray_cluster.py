@@ -213,8 +213,12 @@ class Cluster:
 
     def _give_back(self, role: str, place: int) -> None:
         with self._changed:
+            self._nothing_left(role, place)
             self._free[role].insert(0, place)  # it is warm
             self._changed.notify()
+
+    def _nothing_left(self, role: str, place: int) -> None:
+        self._left = {key: at for key, at in self._left.items() if (key.partition("/")[0], at) != (role, place)}
 
     def _ready(self, role: str, place: int, deadline: float) -> Any:
         """The worker, once it answers and has this code.
@@ -259,7 +263,7 @@ class Cluster:
         except ValidationError:
             return "its machine", None, "is of another version"
         with self._changed:
-            self._left = {key: at for key, at in self._left.items() if (key.partition("/")[0], at) != (role, place)}
+            self._nothing_left(role, place)
             if status.key is not None:
                 self._left[f"{role}/{status.key}"] = place
         return status.host, status.run if status.run != self._run else None, self._unfit(status, role)
