@@ -13,7 +13,7 @@ from tasks.base import Stage, stage_task
 
 DATASET = StageSpec(
     name="dataset",
-    version=2,
+    version=1,
     reads=(
         "data",
         "model.path",
