@@ -75,7 +75,7 @@ def planned(run: Run, iteration: int | None, *, anew: bool = True) -> Plan:
     plan, sink = Plan(run, iteration, anew=anew), progress()
     show_progress_on(Silent())  # nothing is done
     try:
-        with planned_by(plan):
+        with planned_by(plan.called):
             every_stage(run, dataset(run, None, external=data_digests(run.config)))
     except PlanEndError:
         pass

@@ -164,7 +164,7 @@ class StageTask:
         """
         planner = current_planner()
         if planner is not None:
-            return planner.called(self, run, iteration, inputs, shard, dict(external or {}))
+            return planner(self, run, iteration, inputs, shard, dict(external or {}))
         known, chosen, arguments = self._prepare(run, iteration, inputs, shard, external)
         made = chosen(**arguments)
         return known or made
@@ -175,7 +175,7 @@ class StageTask:
         """Starts the stage on the flow's task runner."""
         planner = current_planner()
         if planner is not None:
-            return KnownResult(planner.called(self, run, iteration, inputs, shard, dict(external or {})))
+            return KnownResult(planner(self, run, iteration, inputs, shard, dict(external or {})))
         known, chosen, arguments = self._prepare(run, iteration, inputs, shard, external)
         return StageFuture(chosen.submit(**arguments), known)
 

@@ -1,7 +1,7 @@
 """What a run would do, without doing it: the flow's own code calls the stages, and a plan notes the calls.
 
     plan = Plan(run, iteration=7)
-    with planned_by(plan):
+    with planned_by(plan.called):
         ...                       # the flow
     for call in plan.calls: ...
 

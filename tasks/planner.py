@@ -1,29 +1,16 @@
 """Who is told of the stages that a flow calls, where they are not to run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_lib.run import Run
 from grpo_lib.storage.stages import ArtifactRef
 
-
-class Planner(Protocol):
-    """Stands in for running: is told of every stage that the flow calls, and says what it would come to."""
-
-    def called(
-        self,
-        task: Any,
-        run: Run,
-        iteration: int | None,
-        inputs: tuple[Any, ...],
-        shard: int,
-        external: dict[str, str],
-    ) -> ArtifactRef:
-        """``task`` is the `StageTask`, ``inputs`` are its arguments."""
-        ...
-
+Planner = Callable[[Any, Run, int | None, tuple[Any, ...], int, dict[str, str]], ArtifactRef]
+"""Stands in for running: is told of every stage that the flow calls (its `StageTask`, run, iteration, inputs, shard and
+external), and says what it would come to."""
 
 _planner: ContextVar[Planner | None] = ContextVar("planner", default=None)
 

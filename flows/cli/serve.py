@@ -1,10 +1,11 @@
 """`grpo serve`: runs from Prefect's pages."""
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+TAGS = ["grpo"]
 Limit = Annotated[int, typer.Option(min=1, help="Runs at a time.")]
 
 
@@ -18,7 +19,14 @@ def serve(limit: Limit = 1) -> None:
     address = os.environ.get("PREFECT_API_URL")
     if not address:
         raise ConfigError("PREFECT_API_URL is not set: start a server (`grpo up` or `prefect server start`) and set it")
-    from flows.serve import serve_flows
+    from prefect import serve as serve_deployments
+
+    from flows.rerun import rerun
+    from flows.train import train
 
     typer.echo(f"serving train and rerun-stage at {address.removesuffix('/api')}; Ctrl-C ends it")
-    serve_flows(limit)
+    served: list[Any] = [
+        train.to_deployment("train", tags=TAGS, description="Trains a policy; a run that is there goes on."),
+        rerun.to_deployment("rerun-stage", tags=TAGS, description="A stage of a run again, in a branch of it."),
+    ]
+    serve_deployments(*served, limit=limit, print_starting_message=False)

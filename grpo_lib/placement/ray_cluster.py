@@ -58,8 +58,8 @@ class Cluster:
         self._changed = threading.Condition()
         self._connecting = threading.Lock()
         self._stopped = threading.Event()
-        self._left: dict[str, int] = {}
-        """By key of a stage that an earlier flow left running: the place of its worker."""
+        self._doing: dict[tuple[str, int], str] = {}
+        """By role and place of a worker that was busy when it was last asked: the key of its stage."""
         self.epoch: int | None = None
         """Of the training flow."""
 
@@ -104,13 +104,13 @@ class Cluster:
                 return self._follow(worker, answer["id"], call, on_message, deadline, name)
             except GONE as error:
                 raise _lost(name, call, error) from error
-            except WorkerLostError:
+            except _Ended as ended:
+                raise ended.error from None
+            except WorkerLostError:  # nobody is there to be told
                 raise
-            except BaseException as error:
-                if not isinstance(error, _Ended):
-                    self._cancel(worker, answer["id"])
-                    raise
-                raise error.error from None
+            except BaseException:
+                self._cancel(worker, answer["id"])
+                raise
 
     def stop(self) -> None:
         """Cancels what this flow has running, and refuses more: the flow is over."""
@@ -194,10 +194,10 @@ class Cluster:
             self._changed.wait_for(lambda: self._free[role] or self._stopped.is_set())
             if self._stopped.is_set():
                 raise StageCancelledError("the flow ends")
-            free, left = self._free[role], self._left.pop(f"{role}/{key}", None)
-            others = {at for each, at in self._left.items() if each.startswith(f"{role}/")}
-            place = left if left in free else next((each for each in free if each not in others), free[0])
-            free.remove(place)
+            found = [self._doing.get((role, each)) for each in self._free[role]]
+            ranks = [0 if doing == key else 1 if doing is None else 2 for doing in found]
+            place = self._free[role].pop(ranks.index(min(ranks)))
+            self._doing.pop((role, place), None)
         try:
             worker = self._ready(role, place, time.monotonic() + self._wait)
             yield place, worker
@@ -213,12 +213,9 @@ class Cluster:
 
     def _give_back(self, role: str, place: int) -> None:
         with self._changed:
-            self._nothing_left(role, place)
+            self._doing.pop((role, place), None)
             self._free[role].insert(0, place)  # it is warm
             self._changed.notify()
-
-    def _nothing_left(self, role: str, place: int) -> None:
-        self._left = {key: at for key, at in self._left.items() if (key.partition("/")[0], at) != (role, place)}
 
     def _ready(self, role: str, place: int, deadline: float) -> Any:
         """The worker, once it answers and has this code.
@@ -263,9 +260,9 @@ class Cluster:
         except ValidationError:
             return "its machine", None, "is of another version"
         with self._changed:
-            self._nothing_left(role, place)
+            self._doing.pop((role, place), None)
             if status.key is not None:
-                self._left[f"{role}/{status.key}"] = place
+                self._doing[role, place] = status.key
         return status.host, status.run if status.run != self._run else None, self._unfit(status, role)
 
     def _unfit(self, status: WorkerStatus, role: str) -> str | None:

@@ -105,9 +105,7 @@ def _status(name: str, answer: Any) -> WorkerStatus:
         return WorkerStatus.model_validate_json(ray.get(answer, timeout=0.1))
     except RayActorError:
         state = "starting"
-    except ValidationError:  # of another version
-        state = "unreachable"
-    except RayError:
+    except (RayError, ValidationError):  # the second: it is of another version
         state = "unreachable"
     role = next((each for each in ROLES if f"-{each}-" in name), "?")
     return WorkerStatus(name=name, role=role, host="", pid=0, state=state)

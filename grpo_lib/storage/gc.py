@@ -64,6 +64,10 @@ class Rules:
     def concerns(self, run: str | None) -> bool:
         return self.runs is None or run in self.runs
 
+    def may_go(self, run: str | None, infos: Iterable[ObjectInfo]) -> bool:
+        """Whether files that only flows of ``run`` use are old enough, and nobody works on it."""
+        return self.concerns(run) and run not in self.busy and all(self.old(info.modified) for info in infos)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
@@ -146,8 +150,7 @@ def _attempts(found: Contents, rules: Rules) -> list[Garbage]:
     for folder, infos in folders.items():
         run = paths.run_of(folder)
         free = not any(info.path in needed for info in infos) and _identity(folder) not in found.unreadable
-        old = all(rules.old(info.modified) for info in infos) and run not in rules.busy
-        if free and old and rules.concerns(run):
+        if free and rules.may_go(run, infos):
             things.append(_thing("attempt", run, folder, infos, "no manifest refers to it"))
     return things
 
@@ -163,8 +166,7 @@ def _weights(found: Contents, rules: Rules) -> list[Garbage]:
         for manifest in manifests[rules.keep_weights :]:
             files = (manifest.path, *(part.path for part in manifest.parts))
             infos = [found.infos[path] for path in files if path in found.infos]
-            old = all(rules.old(info.modified) for info in infos) and run not in rules.busy
-            if old and rules.concerns(run) and not _is_needed(manifest, needed):
+            if rules.may_go(run, infos) and not _is_needed(manifest, needed):
                 own = [info for info in infos if paths.run_of(info.path) == run]
                 things.append(_thing("weights", run, manifest.path, own, "can be made again", manifest))
     return things
