@@ -6,8 +6,9 @@ from typing import Any, get_args
 from pydantic_core import PydanticUndefined
 
 from grpo_lib.catalogue import listings, type_text
-from grpo_lib.config import DATA_SECTIONS, RunConfig, Section
+from grpo_lib.config import RunConfig, Section
 from grpo_lib.config_algorithm import PRESETS
+from grpo_lib.config_data import DATA_SECTIONS
 from grpo_lib.recipe import REGISTRIES
 from grpo_lib.tracking.metrics import DESCRIPTIONS
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from grpo_lib.generation.agents import agent_digests
 from grpo_lib.recipe import plugin_digests
+from grpo_lib.rewards.judges import reward_digests
 from grpo_lib.run import Run, hands_over
 from grpo_lib.storage.stages import ArtifactRef
 from tasks.evaluate import evaluate
@@ -75,13 +76,15 @@ def rollouts_and_rewards(run: Run, k: int, data: ArtifactRef, policy: ArtifactRe
     selected = None if before is None else before.selection
     earlier = before if partial else None  # what goes on of it
     going = (None, None) if earlier is None else (earlier.prompts, earlier.rollouts)
+    judges = reward_digests(run.at("reward", k).config)
     while True:
         drawn = len(asked)
         asked.append(prompts(run, k, data, selected, *going, shard=drawn))
         shards = range(drawn * config.rollout.shards, (drawn + 1) * config.rollout.shards)
         for shard, made in zip(shards, _rollouts(run, k, asked, policy, going[1], shards), strict=True):
             rollouts.append(made)
-            rewards.append(reward.submit(run, k, asked, made, shard=shard))  # while the next is generated
+            # while the next is generated
+            rewards.append(reward.submit(run, k, asked, made, shard=shard, external=judges))
         if not filters.filters and not partial:
             return Batch(prompts=asked, rollouts=rollouts, rewards=rewards, selection=None)
         own = plugin_digests(filters, "filters", "grouping")
@@ -122,14 +125,18 @@ def evaluation(run: Run, done: int, data: ArtifactRef, policy: ArtifactRef) -> A
     """Held-out accuracy of a policy after ``done`` updates."""
     if not is_evaluated(run, done, data, policy):
         hand_over(run, policy)
-    tools = agent_digests(run.at("evaluate", done).config.rollout.agent)
-    return evaluate(run, done, data, policy, external=tools)
+    return evaluate(run, done, data, policy, external=_own_of_evaluation(run, done))
 
 
 def is_evaluated(run: Run, done: int, data: ArtifactRef, policy: ArtifactRef) -> bool:
     """Whether that accuracy is there."""
-    tools = agent_digests(run.at("evaluate", done).config.rollout.agent)
-    return evaluate.known(run, done, data, policy, external=tools)
+    return evaluate.known(run, done, data, policy, external=_own_of_evaluation(run, done))
+
+
+def _own_of_evaluation(run: Run, done: int) -> dict[str, str]:
+    """Digests of the user's own tools and reward functions."""
+    config = run.at("evaluate", done).config
+    return agent_digests(config.rollout.agent) | reward_digests(config)
 
 
 def results(futures: list[StageFuture]) -> list[ArtifactRef]:

@@ -21,6 +21,7 @@ from grpo_lib.placement.local import end_processes
 from grpo_lib.preflight import check_surroundings, data_digests, model_digests
 from grpo_lib.progress import progress
 from grpo_lib.recipe import extra_stages, plugin_digests
+from grpo_lib.rewards.judges import reward_digests
 from grpo_lib.run import Run, open_run
 from grpo_lib.storage.lease import held_by_another, holding
 from grpo_lib.storage.stages import ArtifactRef
@@ -177,7 +178,8 @@ def iterate(run: Run, k: int, batch: Batch, initial: ArtifactRef, before: State,
         if not greedy_rollout.known(run, k, asked, policy, external=tools):
             hand_over(run, policy)
         greedy.append(greedy_rollout(run, k, asked, policy, external=tools))
-        greedy.append(greedy_reward(run, k, asked, greedy[0]))
+        judges = reward_digests(run.at("greedy_reward", k).config)
+        greedy.append(greedy_reward(run, k, asked, greedy[0], external=judges))
     scores = results(batch.rewards)
     made = {name: future.result() for name, future in futures.items()}
     old, ref, v = (made.get(name) for name in ("old", "ref", "values"))

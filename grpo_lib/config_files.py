@@ -11,8 +11,9 @@ import yaml
 from pydantic import ValidationError
 from yaml.constructor import ConstructorError
 
-from grpo_lib.config import DATA_SECTIONS, RunConfig, Section, StoreConfig
+from grpo_lib.config import RunConfig, Section, StoreConfig
 from grpo_lib.config_algorithm import AlgorithmConfig
+from grpo_lib.config_data import DATA_SECTIONS
 from grpo_lib.errors import ConfigError
 
 

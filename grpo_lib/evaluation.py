@@ -14,16 +14,16 @@ from grpo_lib.data.schemas import EVALUATION, TOKENS
 from grpo_lib.generation.agents import Agent, respond
 from grpo_lib.generation.base import Engine, Request, Sampling
 from grpo_lib.generation.rollouts import decode, failures, finish_reasons
+from grpo_lib.rewards.judges import Reward
 from grpo_lib.rewards.scoring import reward_table
 from grpo_lib.seeds import row_seeds
-from grpo_lib.types import RewardFunction
 
 
 def evaluate_mode(
     engine: Engine,
     prompts: pa.Table,
     tokenizer: Any,
-    reward: RewardFunction,
+    reward: Reward,
     *,
     mode: str,
     samples: int,

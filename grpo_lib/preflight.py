@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_lib.config import Gsm8kData, RunConfig
+from grpo_lib.config import RunConfig
+from grpo_lib.config_data import FilesData, Gsm8kData
 from grpo_lib.errors import ConfigError, DataError, MissingPackageError, ModelError
 from grpo_lib.patience import Patience
 from grpo_lib.problems import get_problem
+from grpo_lib.problems.files import data_paths, read_data
 from grpo_lib.problems.gsm8k import heldout_file
 from grpo_lib.run import Run, open_run
 from grpo_lib.storage.objects import check_store
@@ -29,6 +31,7 @@ def check_surroundings(config: RunConfig) -> None:
     if config.reference.path is not None:
         check_model_folder("reference.path", config.reference.path)
     check_prompts(config)
+    check_reward(config)
     check_store(Run(config).objects)
     patience = Patience(config.tracking.patience_seconds, "MLflow", "tracking.patience_seconds")
     patience.call(lambda: check_tracking(tracking_uri(config)))
@@ -121,6 +124,22 @@ def check_agent(config: RunConfig) -> None:
                 f"rollout.agent: the small model of data.problem={problem.name} has no token for {tag!r}, so it could "
                 "never call the tool; take data.problem=countdown_calculator, or a pretrained model"
             )
+
+
+def check_reward(config: RunConfig) -> None:
+    """Reward functions are there, can be called, and score a few real samples.
+
+    Raises:
+        ConfigError, RewardError: with what a function said.
+    """
+    if not config.reward.functions:
+        return
+    from grpo_lib.rewards.judges import run_reward
+    from grpo_lib.rewards.trial import COUNT, trial_samples, try_reward
+
+    problem = get_problem(config.data.problem)
+    reward = run_reward(problem, config)
+    try_reward(reward, trial_samples(problem.load(config.data, "heldout", config.seed), COUNT))
 
 
 def check_devices(config: RunConfig) -> None:
@@ -250,7 +269,7 @@ def data_files(config: RunConfig) -> list[Path]:
     """The files that the run's prompts come from."""
     data = config.data
     if not isinstance(data, Gsm8kData):
-        return []
+        return []  # puzzles are made; `files` says itself what it reads
     heldout = heldout_file(data)
     return [Path(data.path)] if heldout is None else [Path(data.path), heldout]
 
@@ -258,6 +277,10 @@ def data_files(config: RunConfig) -> list[Path]:
 def data_digests(config: RunConfig) -> dict[str, str]:
     """sha256 of every data file and of a local tokenizer: part of the key of what is made from them."""
     digests = {f"data{number}": _sha256(path) for number, path in enumerate(data_files(config))}
+    if isinstance(config.data, FilesData):
+        for number, name in enumerate(data_paths(config.data)):
+            content = read_data(name, config.data.endpoint_url)
+            digests[f"data{number}"] = hashlib.sha256(content).hexdigest()
     tokenizer = _model_files(config.model.path, ("*.json", "*.txt", "*.jinja"))
     return digests | {f"model/{path.name}": _sha256(path) for path in tokenizer}
 

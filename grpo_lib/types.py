@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from numpy.typing import NDArray
 
-    from grpo_lib.config import RewardConfig
+    from grpo_lib.config_reward import RewardConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,14 @@ class Sample:
     tool in its last turn."""
     failure: str | None = None
     """Why the rollout failed; then it is not judged."""
+    prompt_id: str = ""
+    """Of the data set."""
+    rollout_id: str = ""
+    """Iteration, prompt and sample."""
+    response_ids: "Sequence[int] | NDArray[Any]" = ()
+    """Token ids of the response."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns of the prompt, as the data set brings them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +50,19 @@ class RewardResult:
     """Named parts, kept as data. ``correct`` (0 or 1) is what evaluation counts."""
     answer: str | None = field(default=None, compare=False)
     """What the response answers, in one spelling: samples that answer the same vote together in maj@k."""
+    token_scores: Sequence[float] | None = None
+    """A score for each token of the response, beside the value; estimators that look at tokens add it where it is."""
+    step_scores: Sequence[tuple[int, float]] | None = None
+    """Scores of steps: where each ends in the response's text (a number of characters), and its score. They come to
+    the token that holds the step's last character."""
+    text: str | None = None
+    """A word to people who read the rollouts: what a judge said, why a test failed."""
 
 
 RewardFunction = Callable[[Sample], "RewardResult | float | None"]
+"""The plain kind."""
+AnyRewardFunction = Callable[..., Any]
+"""A `RewardFunction`; or an ``async`` one; or either of a parameter ``samples``, which gives a list."""
 
 
 @dataclass(frozen=True, kw_only=True)

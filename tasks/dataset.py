@@ -13,7 +13,7 @@ from tasks.base import Stage, stage_task
 
 DATASET = StageSpec(
     name="dataset",
-    version=1,
+    version=2,
     reads=(
         "data",
         "model.path",

@@ -6,6 +6,7 @@ from grpo_lib.evaluation import evaluate_mode, evaluation_summary
 from grpo_lib.generation.agents import make_agent
 from grpo_lib.placement.engines import SAMPLING, sampling_of
 from grpo_lib.problems import get_problem
+from grpo_lib.rewards.judges import REWARD_SETTINGS, run_reward
 from grpo_lib.seeds import derive_seed
 from grpo_lib.storage.keys import StageSpec
 from grpo_lib.storage.stages import ArtifactRef
@@ -14,7 +15,7 @@ from tasks.dataset import split
 
 EVALUATE = StageSpec(
     name="evaluate",
-    version=2,
+    version=3,
     reads=(
         "evaluation.prompts",
         "evaluation.samples",
@@ -24,7 +25,7 @@ EVALUATE = StageSpec(
         "rollout.agent",
         "rollout.max_batch_rows",
         "model.dtype",
-        "reward",
+        *REWARD_SETTINGS,
         "data",
         "seed",
     ),
@@ -36,7 +37,8 @@ def evaluate(stage: Stage, dataset: ArtifactRef, policy: ArtifactRef) -> Artifac
     """Greedy and sampled responses to held-out prompts, judged. The same seeds each time: a paired comparison."""
     config, settings = stage.config, stage.config.evaluation
     heldout = split(stage.run.stages, dataset, "heldout").slice(0, settings.prompts)
-    reward = get_problem(config.data.problem).make_reward(config.data, config.reward)
+    whole = stage.run.at(stage.name, stage.iteration, stage.shard).config  # how functions run is in no key
+    reward = run_reward(get_problem(config.data.problem), whole)
     workers = stage.workers(policy)
     modes = [("greedy", 1)] if settings.greedy else []
     modes += [("sampled", settings.samples)] if settings.samples else []

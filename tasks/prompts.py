@@ -11,7 +11,7 @@ from grpo_lib.storage.stages import ArtifactRef
 from tasks.base import Stage, stage_task
 from tasks.dataset import split
 
-PROMPTS = StageSpec(name="prompts", version=2, reads=("rollout.prompts", "seed"))
+PROMPTS = StageSpec(name="prompts", version=3, reads=("rollout.prompts", "seed"))
 
 
 @stage_task(PROMPTS)

@@ -11,6 +11,7 @@ from flows.cli.housekeeping import gc, verify
 from flows.cli.inspect import rollouts, show
 from flows.cli.rerun import debug, rerun
 from flows.cli.rescore import rescore
+from flows.cli.score import score
 from flows.cli.serve import serve
 from flows.cli.status import status
 from flows.cli.training import evaluate, export, resume, run, warm_start
@@ -54,6 +55,7 @@ app.command("warm-start")(warm_start)
 app.command()(export)
 app.command()(rerun)
 app.command()(rescore)
+app.command()(score)
 app.command()(debug)
 app.command()(serve)
 app.command()(up)

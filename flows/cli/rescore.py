@@ -44,6 +44,7 @@ def rescore(
     from grpo_lib.config_files import make_store_config
     from grpo_lib.errors import ConfigError
     from grpo_lib.plugins import load_function
+    from grpo_lib.rewards.judges import own_reward
     from grpo_lib.rewards.rescore import stored_rollouts
     from grpo_lib.run import load_run
 
@@ -52,7 +53,7 @@ def rescore(
             raise ConfigError(f"{option} {path}: name a file in a folder that exists, ending in {' or '.join(endings)}")
     chosen = _range(iterations)
     loaded = load_run(make_store_config(store, endpoint_url), run)
-    function = load_function(reward, "--reward")
+    function = own_reward(load_function(reward, "--reward"))
     table = _scored(loaded, stored_rollouts(loaded, *chosen), function, as_json)
     _report(table, f"{run}: {reward}", plot, as_json)
     if output is not None:

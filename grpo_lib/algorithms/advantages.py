@@ -48,7 +48,9 @@ ADVANTAGES: Registry[Callable[..., Tensor | TokenAdvantages]] = Registry(
         "group_ids": "`int64[B]`: rows of a group need not be adjacent",
         "lengths": "`int64[B]`: response tokens of the row",
         "valid_tokens": "`int64[B]`: tokens of the row with mask 1",
-        "token_rewards": "`float64[N]`: the score on the row's last token with mask 1, minus the KL if in the reward",
+        "token_rewards": "`float64[N]`: the score on the row's last token with mask 1, plus scores of steps, "
+        "minus the KL if in the reward",
+        "token_scores": "`float64[N]`: scores of steps on their last tokens, NaN elsewhere (the reward gives them)",
         "mask": "`bool[N]`: tokens that take part in the loss",
         "offsets": "`int64[B+1]`",
         "greedy_rewards": "`float64[B]`: of the greedy response to the row's prompt (generated when named)",
@@ -77,6 +79,28 @@ def grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     group = group_statistics(rewards, group_ids)
     std = torch.where(group.size == 1, 1.0, group.std)
     return _over_baseline(rewards, group) / (std + 1e-6)
+
+
+@ADVANTAGES.register(
+    "grpo_process",
+    formula="A_t = sum over steps j that end at t or later of (r_j - mean_g) / (std_g + 1e-6), over all steps of g",
+    paper="Shao et al. 2024, DeepSeekMath, section 4.1.3, arXiv:2402.03300",
+    use="rewards of steps (a process reward model): a token earns what comes from it on",
+)
+def grpo_process(token_scores: Tensor, group_ids: Tensor, mask: Tensor, offsets: Tensor) -> TokenAdvantages:
+    """The outcome's reward does not count; add it as the score of the last step.
+
+    Raises:
+        AlgorithmError: no step of the iteration has a score.
+    """
+    steps = ~token_scores.isnan() & mask
+    if not bool(steps.any()):
+        raise AlgorithmError("algorithm.advantage=grpo_process needs a reward that gives step_scores or token_scores")
+    places = torch.nonzero(steps).squeeze(1)
+    rows = torch.searchsorted(offsets, places, right=True) - 1
+    normalised = torch.zeros_like(token_scores, dtype=torch.float64)
+    normalised[places] = grpo(token_scores[places], group_ids[rows])
+    return TokenAdvantages(advantages=discounted_returns(normalised, mask, offsets, 1.0))
 
 
 @ADVANTAGES.register(

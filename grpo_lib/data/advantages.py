@@ -99,6 +99,7 @@ def advantage_table(data: Iteration, plan: AdvantagePlan) -> tuple[pa.Table, dic
     if plan.kl is not None:
         penalty, numbers = _kl_penalty(data, mask, plan.kl, rows=int(used.sum()))
         summary |= numbers
+    bonus = _token_bonus(data, mask, penalty)
     chosen = torch.nonzero(used).squeeze(1)
     scores = rewards[chosen]
     if plan.overlong.buffer is not None:
@@ -114,7 +115,7 @@ def advantage_table(data: Iteration, plan: AdvantagePlan) -> tuple[pa.Table, dic
         scores=scores,
         group_ids=data.group_ids(plan.grouping)[chosen],
         mask=mask,
-        kl_penalty=penalty,
+        token_bonus=bonus,
         is_weights=weights,
     )
     made = call(plan.estimator, rows)
@@ -180,6 +181,15 @@ def _kl_penalty(data: Iteration, mask: Ragged, kl: KlInReward, rows: int) -> tup
     if kl.target is not None:
         following = adaptive_coef(kl.coef, mean, rows, target=kl.target, horizon=kl.horizon)
     return kl.coef * values, {"kl_in_reward": mean, "kl_coef": kl.coef, "next_kl_coef": following}
+
+
+def _token_bonus(data: Iteration, mask: Ragged, penalty: Tensor | None) -> Tensor | None:
+    """What counts at each token beside the scores, ``float64[N]``; None: nothing does."""
+    if "token_scores" not in data.rewards.column_names:
+        return None if penalty is None else -penalty
+    scores = ragged_column(data.rewards, "token_scores").values.double()  # NaN: the token ends no step
+    bonus = scores.masked_fill(scores.isnan() | ~mask.values, 0.0)
+    return bonus if penalty is None else bonus - penalty
 
 
 def _numbers(rows: Rows, made: Tensor | TokenAdvantages) -> dict[str, float]:

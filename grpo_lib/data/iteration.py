@@ -85,7 +85,8 @@ class Rows:
         scores: ``float64[b]``: their rewards, shaped.
         group_ids: ``int64[b]``.
         mask: ``bool[N]`` of all rows of the iteration.
-        kl_penalty: ``float64[N]`` of all rows: coefficient times KL where it is in the reward, 0 where masked.
+        token_bonus: ``float64[N]`` of all rows: what counts at each token beside the scores, 0 where masked: scores of
+            steps, less coefficient times KL where it is in the reward.
         is_weights: ``float32[N]`` of all rows.
     """
 
@@ -97,7 +98,7 @@ class Rows:
         scores: Tensor,
         group_ids: Tensor,
         mask: Ragged,
-        kl_penalty: Tensor | None,
+        token_bonus: Tensor | None,
         is_weights: Tensor | None,
     ) -> None:
         self._data = data
@@ -107,7 +108,7 @@ class Rows:
         self.group_ids = group_ids
         kept = self._take(mask)
         self.mask, self.offsets, self.lengths = kept.values, kept.offsets, kept.lengths
-        self._kl = None if kl_penalty is None else self._take(mask.with_values(kl_penalty)).values
+        self._bonus = None if token_bonus is None else self._take(mask.with_values(token_bonus)).values
         self.is_weights = None if is_weights is None else self._take(mask.with_values(is_weights)).values
         self.advantages: Tensor | None = None
         """``float64[n]``, set when they are known."""
@@ -125,16 +126,20 @@ class Rows:
 
     @cached_property
     def rewards(self) -> Tensor:
-        return self._scores if self._kl is None else self._scores - segment_sum(self._kl, self.offsets)
+        return self._scores if self._bonus is None else self._scores + segment_sum(self._bonus, self.offsets)
 
     @cached_property
     def token_rewards(self) -> Tensor:
         """The score stands on the row's last token with mask 1; a row without one has no place for it."""
-        tokens = torch.zeros(len(self.mask), dtype=torch.float64) if self._kl is None else -self._kl
+        tokens = torch.zeros(len(self.mask), dtype=torch.float64) if self._bonus is None else self._bonus.clone()
         filled = self.valid_tokens > 0
         last = lengths_to_offsets(self.valid_tokens)[1:][filled] - 1
         tokens[torch.nonzero(self.mask).squeeze(1)[last]] += self._scores[filled]
         return tokens
+
+    @property
+    def token_scores(self) -> Tensor:
+        return self._column(self._data.rewards, "token_scores").double()
 
     @property
     def greedy_rewards(self) -> Tensor:

@@ -39,10 +39,10 @@ def build_dataset(problem: Problem, config: Any, tokenizer: Any) -> tuple[pa.Tab
             "prompt_ids": ids,
             "reference": table.column("reference"),
             "data_source": table.column("data_source"),
-            "demonstration": table.column("demonstration")
-            if "demonstration" in table.column_names
-            else pa.nulls(table.num_rows, pa.string()),
         }
+        for name in ("demonstration", "metadata"):
+            there = name in table.column_names
+            columns[name] = table.column(name) if there else pa.nulls(table.num_rows, pa.string())
         splits.append(pa.table(columns, schema=DATASET))
     dataset = pa.concat_tables(splits).combine_chunks()
     doubled = dataset.num_rows - pc.count_distinct(dataset.column("prompt_id")).as_py()

@@ -19,6 +19,7 @@ DATASET = pa.schema(
         "reference": pa.string(),
         "data_source": pa.string(),
         "demonstration": pa.string(),  # a response to learn from, where the data set brings one
+        "metadata": pa.string(),  # JSON: further columns of the data set
     }
 )
 
@@ -31,6 +32,7 @@ PROMPTS = pa.schema(
         "prompt_ids": TOKENS,
         "reference": pa.string(),
         "data_source": pa.string(),
+        "metadata": pa.string(),
     }
 )
 
@@ -77,6 +79,26 @@ REWARDS = pa.schema(
         "value": pa.float64(),  # null: could not be computed
         "reason": pa.string(),  # why it is null
         "components": pa.map_(pa.string(), pa.float64()),
+    }
+)
+
+# Columns of rewards whose functions give them.
+REWARD_EXTRAS = pa.schema(
+    {
+        "token_scores": FLOATS,  # of each response token, NaN where it has none; they count beside the value
+        "verdicts": pa.list_(
+            pa.struct(
+                {
+                    "name": pa.string(),  # of the function
+                    "function": pa.string(),  # digest of its source and options
+                    "sample": pa.string(),  # digest of what it saw
+                    "value": pa.float64(),
+                    "reason": pa.string(),  # why there is no value
+                    "text": pa.string(),  # a word to people
+                    "result": pa.string(),  # JSON of all it said
+                }
+            )
+        ),
     }
 )
 

@@ -13,7 +13,7 @@ To add one:
 from difflib import get_close_matches
 
 from grpo_lib.errors import ConfigError
-from grpo_lib.problems import countdown, countdown_calculator, expressions, gsm8k
+from grpo_lib.problems import countdown, countdown_calculator, expressions, files, gsm8k
 from grpo_lib.types import Problem
 
 PROBLEMS: dict[str, Problem] = {
@@ -21,6 +21,7 @@ PROBLEMS: dict[str, Problem] = {
     "countdown_calculator": countdown_calculator.PROBLEM,
     "expressions": expressions.PROBLEM,
     "gsm8k": gsm8k.PROBLEM,
+    "files": files.PROBLEM,
 }
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from grpo_lib.config import RewardConfig
+from grpo_lib.config_reward import RewardConfig
 from grpo_lib.errors import DataError
 from grpo_lib.types import RewardResult
 

@@ -11,7 +11,7 @@ import random
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from grpo_lib.config import CountdownCalculatorData
+from grpo_lib.config_data import CountdownCalculatorData
 from grpo_lib.problems import countdown
 from grpo_lib.problems.arithmetic import parse_arithmetic
 from grpo_lib.problems.common import RESPONSE_TAGS

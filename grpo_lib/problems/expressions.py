@@ -12,7 +12,8 @@ from itertools import product
 
 import pyarrow as pa
 
-from grpo_lib.config import ExpressionsData, RewardConfig
+from grpo_lib.config_data import ExpressionsData
+from grpo_lib.config_reward import RewardConfig
 from grpo_lib.problems.arithmetic import calculate
 from grpo_lib.problems.common import PROMPT_SCHEMA, RESPONSE_TAGS, answer_of, collect_unique, graded, split_rows
 from grpo_lib.types import Problem, RewardFunction, RewardResult, Sample

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from grpo_lib.config import Gsm8kData, RewardConfig
+from grpo_lib.config_data import Gsm8kData
+from grpo_lib.config_reward import RewardConfig
 from grpo_lib.errors import DataError
 from grpo_lib.types import Problem, RewardFunction, RewardResult, Sample
 

@@ -8,10 +8,10 @@ import pyarrow.compute as pc
 
 from grpo_lib.data.schemas import REWARDS
 from grpo_lib.errors import NotFoundError
+from grpo_lib.rewards.judges import Reward
 from grpo_lib.rewards.scoring import reward_table
 from grpo_lib.run import Run
 from grpo_lib.storage.manifests import Manifest, latest
-from grpo_lib.types import RewardFunction
 
 RESCORED = pa.schema(
     {
@@ -76,10 +76,10 @@ def stored_rollouts(run: Run, first: int = 0, last: int | None = None) -> list[S
 def rescore(
     run: Run,
     iterations: Sequence[StoredRollouts],
-    function: RewardFunction,
+    reward: Reward,
     on_progress: Callable[[int], None] | None = None,
 ) -> pa.Table:
-    """Scores every rollout with ``function``, beside the reward that it had: the columns of ``RESCORED``.
+    """Scores every rollout with ``reward``, beside the reward that it had: the columns of ``RESCORED``.
 
     The run is read and nothing else. ``on_progress`` is called with the number of rollouts done.
     """
@@ -91,10 +91,10 @@ def rescore(
 
     for each in iterations:
         prompts = run.stages.table([ref.to_ref(reused=True) for ref in each.prompts])
-        for rollouts, reward in zip(each.rollouts, each.rewards, strict=True):
+        for rollouts, before in zip(each.rollouts, each.rewards, strict=True):
             made = run.stages.table(rollouts.to_ref(reused=True))
-            new, _ = reward_table(prompts, made, function, advanced)
-            old = None if reward is None else run.stages.table(reward.to_ref(reused=True))
+            new, _ = reward_table(prompts, made, reward, advanced)
+            old = None if before is None else run.stages.table(before.to_ref(reused=True))
             tables.append(_beside(each.iteration, prompts, made, old, new))
             done += made.num_rows
     return pa.concat_tables(tables)

@@ -1,27 +1,43 @@
 """Rewards of rollouts as a dataset."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from grpo_lib.data.columns import flat_column
-from grpo_lib.data.schemas import REWARDS
-from grpo_lib.rewards.runner import Scores, score
-from grpo_lib.types import RewardFunction, Sample
+from grpo_lib.data.columns import flat_column, ragged_column
+from grpo_lib.data.schemas import REWARD_EXTRAS, REWARDS
+from grpo_lib.rewards.judges import Reward
+from grpo_lib.rewards.runner import Scores, digest_of, score
+from grpo_lib.rewards.verdicts import Verdict, as_values, from_values
+from grpo_lib.types import Sample
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to the text that reward functions see."""
 
 
 def samples_of(prompts: pa.Table, rollouts: pa.Table) -> list[Sample]:
     """What the reward function sees of every rollout; ``prompt_row`` counts rows of ``prompts``."""
     theirs = prompts.take(pa.array(flat_column(rollouts, "prompt_row").numpy()))
+    ids = ragged_column(rollouts, "response_ids")
+    tokens, offsets = ids.values.numpy(), ids.offsets.tolist()
+
+    def column(table: pa.Table, name: str, otherwise: Any) -> list[Any]:
+        return table.column(name).to_pylist() if name in table.column_names else [otherwise] * table.num_rows
+
     columns = zip(
         theirs.column("prompt").to_pylist(),
         rollouts.column("text").to_pylist(),
         theirs.column("reference").to_pylist(),
         theirs.column("data_source").to_pylist(),
-        pc.list_value_length(rollouts.column("response_ids")).to_pylist(),
         rollouts.column("finish_reason").to_pylist(),
-        rollouts.column("failure").to_pylist() if "failure" in rollouts.column_names else [None] * rollouts.num_rows,
+        column(rollouts, "failure", None),
+        column(theirs, "prompt_id", ""),
+        rollouts.column("rollout_id").to_pylist(),
+        column(theirs, "metadata", None),
         strict=True,
     )
     return [
@@ -30,22 +46,37 @@ def samples_of(prompts: pa.Table, rollouts: pa.Table) -> list[Sample]:
             response=text,
             reference=reference,
             data_source=source,
-            response_tokens=tokens,
+            response_tokens=offsets[row + 1] - offsets[row],
             finish_reason=finish,
             failure=failure,
+            prompt_id=prompt_id,
+            rollout_id=rollout_id,
+            response_ids=tokens[offsets[row] : offsets[row + 1]],
+            metadata={} if metadata is None else json.loads(metadata),
         )
-        for prompt, text, reference, source, tokens, finish, failure in columns
+        for row, (prompt, text, reference, source, finish, failure, prompt_id, rollout_id, metadata) in enumerate(
+            columns
+        )
     ]
 
 
 def reward_table(
     prompts: pa.Table,
     rollouts: pa.Table,
-    function: RewardFunction,
+    reward: Reward,
     on_progress: Callable[[int], None] | None = None,
+    *,
+    known: Mapping[tuple[str, str], Verdict] | None = None,
+    decode: Decode | None = None,
 ) -> tuple[pa.Table, Scores]:
-    """Scores every rollout; a reward that could not be computed, or of a rollout that failed, is null with a reason."""
-    scores = score(samples_of(prompts, rollouts), function, on_progress)
+    """Scores every rollout; a reward that could not be computed, or of a rollout that failed, is null with a reason.
+
+    Args:
+        known: what was judged before, see `judged_before`.
+        decode: needed where a function scores steps.
+    """
+    samples = samples_of(prompts, rollouts)
+    scores = score(samples, reward, on_progress, known)
     components = [
         [(name, values[row]) for name, values in scores.components.items() if values[row] is not None]
         for row in range(rollouts.num_rows)
@@ -56,7 +87,25 @@ def reward_table(
         "reason": pa.array(scores.reasons, type=pa.string()),
         "components": pa.array(components, type=REWARDS.field("components").type),
     }
-    return pa.table(columns, schema=REWARDS), scores
+    if reward.settings.functions:
+        columns["verdicts"] = _verdict_column(samples, reward, scores)
+        columns["token_scores"] = _token_scores(samples, reward, scores, decode)
+    extras = [field for field in REWARD_EXTRAS if field.name in columns]
+    return pa.table(columns, schema=pa.schema([*REWARDS, *extras])), scores
+
+
+def judged_before(tables: Iterable[pa.Table]) -> dict[tuple[str, str], Verdict]:
+    """Results in earlier rewards, by the digests of function and sample; what failed is tried again."""
+    known: dict[tuple[str, str], Verdict] = {}
+    for table in tables:
+        if "verdicts" not in table.column_names:
+            continue
+        rows = pc.list_flatten(table.column("verdicts").combine_chunks())
+        names = ("function", "sample", "result")
+        for function, sample, result in zip(*(pc.struct_field(rows, each).to_pylist() for each in names), strict=True):
+            if result is not None:
+                known[function, sample] = from_values([json.loads(result), None])
+    return known
 
 
 def reward_summary(scores: Scores) -> dict[str, float]:
@@ -67,6 +116,73 @@ def reward_summary(scores: Scores) -> dict[str, float]:
     if known:
         summary |= {"mean": sum(known) / len(known), "min": min(known), "max": max(known)}
     return summary | _component_means(scores.components)
+
+
+def step_tokens(ids: Sequence[int], text: str, ends: Sequence[int], decode: Decode) -> list[int]:
+    """Place of the token that holds the last character of each step.
+
+    Args:
+        ids: of the response.
+        text: what they decode to.
+        ends: number of characters up to the end of each step.
+    """
+    places = []
+    for end in ends:
+        low, high = 1, len(ids)
+        while low < high:  # the fewest tokens whose text begins with the step's
+            middle = (low + high) // 2
+            if decode(ids[:middle])[:end] == text[:end]:
+                high = middle
+            else:
+                low = middle + 1
+        places.append(low - 1)
+    return places
+
+
+def _verdict_column(samples: Sequence[Sample], reward: Reward, scores: Scores) -> pa.Array:
+    digests = [digest_of(sample) for sample in samples]
+    rows = []
+    for place, sample in enumerate(samples):
+        theirs = []
+        for judge in reward.judges:
+            verdict = scores.verdicts[judge.name][place] if judge.judges(sample.data_source) else None
+            if verdict is None:
+                continue
+            result, reason = verdict
+            theirs.append(
+                {
+                    "name": judge.name,
+                    "function": judge.digest,
+                    "sample": digests[place],
+                    "value": None if result is None else result.value,
+                    "reason": reason,
+                    "text": None if result is None else result.text,
+                    "result": None if result is None else json.dumps(as_values(verdict)[0]),
+                }
+            )
+        rows.append(theirs)
+    return pa.array(rows, type=REWARD_EXTRAS.field("verdicts").type)
+
+
+def _token_scores(samples: Sequence[Sample], reward: Reward, scores: Scores, decode: Decode | None) -> pa.Array:
+    """Of all functions together, weighted; NaN where a token has none."""
+    offsets = np.concatenate([[0], np.cumsum([sample.response_tokens for sample in samples])]).astype(np.int32)
+    values = np.full(int(offsets[-1]), np.nan, dtype=np.float32)
+    for judge in reward.judges:
+        for place, verdict in enumerate(scores.verdicts[judge.name]):
+            result = None if verdict is None or scores.values[place] is None else verdict[0]
+            if result is None or not judge.judges(samples[place].data_source):
+                continue
+            row = values[offsets[place] : offsets[place + 1]]
+            if result.token_scores is not None:
+                row[:] = np.nan_to_num(row) + judge.weight * np.asarray(result.token_scores)
+            elif result.step_scores is not None:
+                assert decode is not None, "steps need the tokenizer"
+                sample, ends = samples[place], [end for end, _ in result.step_scores]
+                tokens = step_tokens(list(sample.response_ids), sample.response, ends, decode)
+                for token, (_, value) in zip(tokens, result.step_scores, strict=True):
+                    row[token] = np.nan_to_num(row[token]) + judge.weight * value
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def _component_means(components: Mapping[str, list[float | None]]) -> dict[str, float]:

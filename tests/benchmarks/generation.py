@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from vllm_process import STEM, start
 
-from grpo_lib.config import CountdownData, SmallModelConfig
+from grpo_lib.config import SmallModelConfig
+from grpo_lib.config_data import CountdownData
 from grpo_lib.data.ragged import Ragged, lengths_to_offsets
 from grpo_lib.generation.base import Request, Sampling
 from grpo_lib.generation.local import LocalEngine

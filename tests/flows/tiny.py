@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from grpo_lib.config import CountdownData, RewardConfig
+from grpo_lib.config_data import CountdownData
+from grpo_lib.config_reward import RewardConfig
 from grpo_lib.types import RewardFunction, RewardResult, Sample
 
 TINY: dict[str, Any] = {

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lib.config import CountdownData, RewardConfig
+from grpo_lib.config_data import CountdownData
+from grpo_lib.config_reward import RewardConfig
 from grpo_lib.errors import DataError
 from grpo_lib.problems.arithmetic import parse_arithmetic
 from grpo_lib.problems.common import answer_of

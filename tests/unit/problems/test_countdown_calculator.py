@@ -3,7 +3,8 @@ import re
 
 import pytest
 
-from grpo_lib.config import CountdownCalculatorData, CountdownData, RewardConfig
+from grpo_lib.config_data import CountdownCalculatorData, CountdownData
+from grpo_lib.config_reward import RewardConfig
 from grpo_lib.generation.tools import ToolError, calculator
 from grpo_lib.models import make_tokenizer
 from grpo_lib.problems import countdown

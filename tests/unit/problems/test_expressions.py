@@ -2,7 +2,8 @@ import re
 
 import pytest
 
-from grpo_lib.config import ExpressionsData, RewardConfig
+from grpo_lib.config_data import ExpressionsData
+from grpo_lib.config_reward import RewardConfig
 from grpo_lib.errors import DataError
 from grpo_lib.problems.arithmetic import parse_arithmetic
 from grpo_lib.problems.expressions import PROBLEM, demonstrate, evaluate, load, make_expressions, make_reward

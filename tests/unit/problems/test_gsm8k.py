@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lib.config import Gsm8kData, RewardConfig
+from grpo_lib.config_data import Gsm8kData
+from grpo_lib.config_reward import RewardConfig
 from grpo_lib.errors import DataError
 from grpo_lib.problems.gsm8k import demonstrate, flexible_number, load, make_reward, strict_number
 from grpo_lib.types import RewardResult, Sample

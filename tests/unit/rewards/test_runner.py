@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
@@ -7,8 +8,10 @@ import numpy as np
 import pytest
 
 from grpo_lib.errors import RewardError
-from grpo_lib.rewards.runner import Scores, check_failures, score
-from grpo_lib.types import RewardResult, Sample
+from grpo_lib.rewards.judges import own_reward
+from grpo_lib.rewards.runner import Scores, check_failures
+from grpo_lib.rewards.runner import score as score_with
+from grpo_lib.types import RewardFunction, RewardResult, Sample
 
 
 def samples(*responses: str) -> list[Sample]:
@@ -16,6 +19,11 @@ def samples(*responses: str) -> list[Sample]:
         Sample(prompt="p", response=response, reference="r", data_source="d", response_tokens=1, finish_reason="stop")
         for response in responses
     ]
+
+
+def score(given: list[Sample], function: RewardFunction, on_progress: Callable[[int], None] | None = None) -> Scores:
+    """Scores of a function of this process."""
+    return score_with(given, own_reward(function), on_progress)
 
 
 def scored(*results: Any) -> Scores:

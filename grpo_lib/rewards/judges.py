@@ -1,0 +1,190 @@
+"""The functions that make up a run's reward, found, checked and with their options set."""
+
+import hashlib
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import JsonValue
+
+from grpo_lib.config_reward import RewardConfig, RewardFunctionConfig
+from grpo_lib.errors import ConfigError
+from grpo_lib.plugins import load_function, load_plugins
+from grpo_lib.rewards.registry import REWARDS
+from grpo_lib.types import Problem, RewardFunction
+
+Kind = Literal["sample", "samples", "async sample", "async samples"]
+BUILT_IN = (
+    "grpo_lib.rewards.builtin",
+    "grpo_lib.rewards.endpoint",
+    "grpo_lib.rewards.model",
+    "grpo_lib.rewards.code",
+)
+REWARD_SETTINGS = (
+    "reward.correct",
+    "reward.format_only",
+    "reward.functions",
+    "reward.timeout_seconds",
+    "reward.max_failed",
+)
+"""That what is judged depends on; `reward.runner` says how, and is in no key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """One function of the reward."""
+
+    name: str
+    weight: float
+    data_sources: Sequence[str] | None
+    kind: Kind
+    function: Callable[..., Any]
+    """With its options set: takes a sample, or all."""
+    place: str
+    """``module:name`` or ``file.py:name``, as another process finds it."""
+    options: Mapping[str, JsonValue]
+    isolated: bool
+    """It runs in a process of its own: what the user wrote, and what may hang on a response."""
+    digest: str
+    """Of what it computes: its source and its options."""
+
+    def judges(self, data_source: str) -> bool:
+        """Whether it is asked about responses to prompts of that source."""
+        return self.data_sources is None or data_source in self.data_sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """All that makes up the reward of a run."""
+
+    judges: Sequence[Judge]
+    settings: RewardConfig
+    plugins: Sequence[str] = ()
+
+
+def run_reward(problem: Problem, config: Any) -> Reward:
+    """The functions of ``reward.functions``, or the problem's own.
+
+    Args:
+        config: with ``data``, ``reward`` and ``algorithm.plugins``.
+
+    Raises:
+        ConfigError: see `make_judges`.
+    """
+    if not config.reward.functions:
+        return own_reward(problem.make_reward(config.data, config.reward), config.reward)
+    plugins = config.algorithm.plugins
+    judges = make_judges(config.reward.functions, plugins)
+    return Reward(judges=judges, settings=config.reward, plugins=plugins)
+
+
+def own_reward(function: RewardFunction, settings: RewardConfig | None = None) -> Reward:
+    """One function as the whole reward, in this process: it is this package's, or trusted."""
+    judge = Judge(
+        name="reward", weight=1.0, data_sources=None, kind="sample", function=function, place="", options={},
+        isolated=False, digest="",
+    )  # fmt: skip
+    return Reward(judges=[judge], settings=settings or RewardConfig())
+
+
+def reward_digests(config: Any) -> dict[str, str]:
+    """Of the functions' sources, part of the key of what they judge; the problem's own has none."""
+    if not config.reward.functions:
+        return {}
+    judges = make_judges(config.reward.functions, config.algorithm.plugins)
+    return {f"reward/{place}/{each.name}": each.digest for place, each in enumerate(judges)}
+
+
+def make_judges(functions: Sequence[RewardFunctionConfig], plugins: Sequence[str]) -> list[Judge]:
+    """The functions that the configuration names.
+
+    Raises:
+        ConfigError: there is no such file, function or option, or it can't be called with one sample.
+    """
+    for module in BUILT_IN:
+        importlib.import_module(module)
+    load_plugins(plugins)
+    return [_judge(each, f"reward.functions[{place}]") for place, each in enumerate(functions)]
+
+
+def _judge(config: RewardFunctionConfig, origin: str) -> Judge:
+    if config.path is None:
+        entry = REWARDS[config.name]
+        bound = entry.bind(config.kwargs, f"{origin}.kwargs")
+        own = bool(entry.source)
+        function, isolated = entry.function, own or bool(entry.traits.get("isolated"))
+        place = f"registry:{config.name}"
+        source = next(iter(entry.source.values()))[1] if own else _file_digest(function)
+        for option in entry.traits.get("files", ()):  # type: ignore[attr-defined]
+            source += _content_digest(config.kwargs.get(option))
+    else:
+        place = f"{config.path}:{config.name}"
+        function = load_function(place, origin)
+        bound, isolated = partial(function, **config.kwargs), True
+        source = _file_digest(function)
+    kind = kind_of(function, place, config.kwargs, origin)
+    text = json.dumps([place, source, config.kwargs], sort_keys=True)
+    return Judge(
+        name=config.name,
+        weight=config.weight,
+        data_sources=config.data_sources,
+        kind=kind,
+        function=bound,
+        place=place,
+        options=config.kwargs,
+        isolated=isolated,
+        digest=hashlib.sha256(text.encode()).hexdigest(),
+    )
+
+
+def kind_of(function: Callable[..., Any], place: str, options: Mapping[str, Any], origin: str) -> Kind:
+    """How a function wants to be called.
+
+    Raises:
+        ConfigError: it can't be called with one sample, or with the options that are given.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{origin}: {place} has no signature that can be read: {error}") from None
+    positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    first = positional[0].name if positional else None
+    if first not in ("sample", "samples"):
+        raise ConfigError(
+            f"{origin}: {place}{signature} must take `sample` first (one response), or `samples` (a list of them)"
+        )
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{origin}: {place}{signature} can't be called with kwargs={dict(options)}: {error}"
+        ) from None
+    is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
+    if first == "sample":
+        return "async sample" if is_async else "sample"
+    return "async samples" if is_async else "samples"
+
+
+def _content_digest(path: object) -> str:
+    """Of a file, or of the files of a folder, that an option names; empty where there is none."""
+    place = Path(str(path)).expanduser() if path is not None else None
+    if place is None or not place.exists():
+        return ""
+    digest = hashlib.sha256()
+    for each in [place] if place.is_file() else sorted(place.glob("*.*")):
+        if each.is_file():
+            with each.open("rb") as file:
+                digest.update(f"{each.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _file_digest(function: Callable[..., Any]) -> str:
+    try:
+        return hashlib.sha256(Path(inspect.getfile(inspect.unwrap(function))).read_bytes()).hexdigest()
+    except (OSError, TypeError) as error:
+        raise ConfigError(f"{function!r}: a reward function must stand in a file: {error}") from None

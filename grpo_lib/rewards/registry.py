@@ -1,0 +1,16 @@
+"""Reward functions by name.
+
+To add one write a function of ``sample`` (or ``samples``: all of a shard, for a list in the same order), plain or
+``async``, with its options keyword-only, and put ``@REWARDS.register("name")`` above it. A user's module does the same
+and is named in ``algorithm.plugins``; a file of one's own needs no registration (``reward.functions: [{path: ...}]``).
+
+Traits: ``isolated=True`` for what may hang or crash on a response: it runs in a process of its own.
+"""
+
+from grpo_lib.algorithms.registry import Registry
+from grpo_lib.types import AnyRewardFunction
+
+REWARDS: Registry[AnyRewardFunction] = Registry(
+    "reward function",
+    columns={"sample": "one response with its prompt and reference", "samples": "the responses of a shard"},
+)

@@ -1,0 +1,156 @@
+"""Reward functions in processes: whatever one does costs its own sample, and nothing else."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_lib.config_reward import RewardConfig, RewardFunctionConfig
+from grpo_lib.errors import ConfigError, RewardError
+from grpo_lib.rewards.judges import Reward, make_judges
+from grpo_lib.rewards.runner import NOT_JUDGED, Scores, check_failures, score
+from grpo_lib.types import Sample
+
+HOSTILE = str(Path(__file__).parent / "hostile.py")
+
+
+def samples(*responses: str) -> list[Sample]:
+    return [
+        Sample(
+            prompt="p", response=each, reference="r", data_source="d", response_tokens=1, finish_reason="stop",
+            prompt_id=f"p{place}",
+        )
+        for place, each in enumerate(responses)
+    ]  # fmt: skip
+
+
+def judged(name: str, *responses: str, kwargs: dict[str, Any] | None = None, **settings: Any) -> Scores:
+    """Scores of a function of the hostile file."""
+    function = RewardFunctionConfig(name=name, path=HOSTILE, kwargs=kwargs or {})
+    values = {"timeout_seconds": 1.0, "max_failed": 1.0, "functions": [function]} | settings
+    config = RewardConfig.model_validate(values)
+    return score(samples(*responses), Reward(judges=make_judges(config.functions, []), settings=config))
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("loop", "TookTooLongError: took longer than reward.timeout_seconds=1"),
+        ("stubborn", "took longer than reward.timeout_seconds=1 and was killed"),
+        ("memory", "MemoryError"),
+        ("exit", "the process of the reward function ended with code 0"),
+        ("signal", "the process of the reward function ended by signal 9"),
+        ("string", "TypeError: reward must be a number, found str"),
+        ("nan", "ValueError: reward is nan"),
+        ("none", "TypeError: reward must be a number, found None"),
+        ("stack", "RecursionError"),
+    ],
+)
+def test_one_bad_sample_is_null_with_the_reason_and_the_others_have_their_values(what: str, reason: str) -> None:
+    scores = judged("reward", "a", what, "ccc", "dddd")
+    assert scores.values == [1.0, None, 3.0, 4.0]
+    assert scores.reasons[1] is not None and reason in scores.reasons[1]
+    assert [scores.reasons[0], *scores.reasons[2:]] == [None] * 3
+
+
+def test_a_gigabyte_of_output_goes_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        scores = judged("reward", "a", "print", "ccc", timeout_seconds=60.0)
+    assert scores.values == [1.0, 5.0, 3.0]
+    assert sum(len(record.getMessage()) for record in caplog.records) < 100_000
+
+
+def test_all_kinds_of_failure_together_are_counted_exactly() -> None:
+    kinds = ["exit", "fine", "string", "nan", "fine", "signal", "loop", "fine"]
+    scores = judged("reward", *kinds * 4)
+    assert [value for value in scores.values if value is not None] == [4.0] * 12
+    assert sum(reason is not None for reason in scores.reasons) == 20
+
+
+def test_every_sample_is_judged_once() -> None:
+    scores = judged("every_third", *["x"] * 200)
+    assert [place for place, value in enumerate(scores.values, start=1) if value is None] == list(range(3, 201, 3))
+
+
+def test_nothing_is_left_behind() -> None:
+    before = {each.pid for each in psutil.Process().children(recursive=True)}
+    judged("reward", "exit", "loop", "a", runner={"processes": 2})
+    assert {each.pid for each in psutil.Process().children(recursive=True)} <= before
+
+
+def test_several_processes_keep_the_order() -> None:
+    responses = ["x" * (1 + place % 7) for place in range(500)]
+    scores = judged("reward", *responses, runner={"processes": 3})
+    assert scores.values == [float(len(each)) for each in responses]
+
+
+def test_too_many_failures_end_the_work_early_and_name_reasons_with_a_sample() -> None:
+    began = time.monotonic()
+    scores = judged("reward", *["loop"] * 50, max_failed=0.02)
+    assert time.monotonic() - began < 20
+    assert scores.reasons.count(NOT_JUDGED) > 40
+    with pytest.raises(RewardError, match=r"took longer than reward.timeout_seconds=1"):
+        check_failures(scores, 0.02, samples(*["loop"] * 50))
+
+
+def test_an_async_function_judges_side_by_side() -> None:
+    began = time.monotonic()
+    scores = judged("slow", *["xx"] * 64, kwargs={"seconds": 0.5}, timeout_seconds=5.0)
+    assert scores.values == [2.0] * 64
+    assert time.monotonic() - began < 16  # one after another it would be 32 s
+
+
+def test_an_async_function_fails_sample_by_sample() -> None:
+    scores = judged("slow", "a", "sleep", "raise", "dddd")
+    assert scores.values == [1.0, None, None, 4.0]
+    assert scores.reasons[1] == "TookTooLongError: took longer than reward.timeout_seconds=1"
+    assert scores.reasons[2] == "ValueError: no"
+
+
+def test_of_samples_side_by_side_only_the_one_that_blocks_is_lost() -> None:
+    scores = judged("slow", "a", "bb", "block", "dddd", runner={"concurrency": 4})
+    assert scores.values == [1.0, 2.0, None, 4.0]
+    assert scores.reasons[2] == "took longer than reward.timeout_seconds=1 and was killed"
+
+
+def test_a_rate_is_kept() -> None:
+    began = time.monotonic()
+    judged("slow", *["x"] * 20, kwargs={"seconds": 0.0}, runner={"rate": 20.0})
+    assert time.monotonic() - began >= 0.95
+
+
+def test_a_batched_function_gives_a_list_of_the_same_length() -> None:
+    assert judged("batched", "a", "none", "ccc").values == [1.0, None, 3.0]
+    wrong = judged("batched", "a", "short")
+    assert wrong.reasons == ["ValueError: gave 1 rewards for 2 samples"] * 2
+
+
+def test_options_and_signature_are_checked_before_anything_runs() -> None:
+    assert judged("needs_option", "ab", kwargs={"factor": 2.0}).values == [4.0]
+    for name, kwargs, message in (
+        ("needs_option", {}, "can't be called with kwargs={}: missing a required"),
+        ("needs_option", {"factr": 1.0}, "factr"),
+        ("wrong_parameter", {}, "must take `sample` first"),
+        ("nothing", {}, "there is no 'nothing' in it"),
+    ):
+        with pytest.raises(ConfigError, match=r"reward.functions\[0\]") as caught:
+            make_judges([RewardFunctionConfig(name=name, path=HOSTILE, kwargs=kwargs)], [])
+        assert message in str(caught.value)
+
+
+def test_several_functions_add_up_with_a_column_each() -> None:
+    functions = [
+        {"name": "length", "kwargs": {"target": 1}, "weight": 0.5},
+        {"name": "exact_match"},
+        {"name": "regex", "kwargs": {"pattern": "z"}, "weight": -1.0, "data_sources": ["other"]},
+    ]
+    config = RewardConfig.model_validate({"functions": functions})
+    given = samples("r", "q")
+    scores = score(given, Reward(judges=make_judges(config.functions, []), settings=config))
+    assert scores.values == [1.5, 0.5]
+    assert scores.components["length"] == [1.0, 1.0]
+    assert scores.components["exact_match"] == scores.components["correct"] == [1.0, 0.0]
+    assert "regex" not in scores.components
