@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 
+from grpo_lib.data.samplers import sampler_digests
 from grpo_lib.generation.agents import agent_digests
 from grpo_lib.recipe import plugin_digests
 from grpo_lib.rewards.judges import reward_digests
@@ -16,6 +17,7 @@ from tasks.futures import StageFuture
 from tasks.prompts import prompts
 from tasks.reward import reward
 from tasks.rollout import rollout
+from tasks.sampler import sampler
 from tasks.weights import weights
 
 
@@ -28,6 +30,8 @@ class Batch:
     rewards: list[StageFuture]
     selection: ArtifactRef | None
     """What the filters left of them."""
+    learned: ArtifactRef | None
+    """What the sampler knew of prompts when these were drawn."""
 
 
 class Batches:
@@ -77,20 +81,27 @@ def rollouts_and_rewards(run: Run, k: int, data: ArtifactRef, policy: ArtifactRe
     earlier = before if partial else None  # what goes on of it
     going = (None, None) if earlier is None else (earlier.prompts, earlier.rollouts)
     judges = reward_digests(run.at("reward", k).config)
+    own = sampler_digests(config.rollout.sampler, config.algorithm.plugins)
+    learned = None if config.rollout.sampler is None or before is None else learn(run, k, before, own)
     while True:
         drawn = len(asked)
-        asked.append(prompts(run, k, data, selected, *going, shard=drawn))
+        asked.append(prompts(run, k, data, selected, *going, learned, shard=drawn, external=own))
         shards = range(drawn * config.rollout.shards, (drawn + 1) * config.rollout.shards)
         for shard, made in zip(shards, _rollouts(run, k, asked, policy, going[1], shards), strict=True):
             rollouts.append(made)
             # while the next is generated
             rewards.append(reward.submit(run, k, asked, made, shard=shard, external=judges))
         if not filters.filters and not partial:
-            return Batch(prompts=asked, rollouts=rollouts, rewards=rewards, selection=None)
-        own = plugin_digests(filters, "filters", "grouping")
-        selection = filter_rows(run, k, asked, rollouts, results(rewards), selected, shard=drawn, external=own)
+            return Batch(prompts=asked, rollouts=rollouts, rewards=rewards, selection=None, learned=learned)
+        theirs = plugin_digests(filters, "filters", "grouping")
+        selection = filter_rows(run, k, asked, rollouts, results(rewards), selected, shard=drawn, external=theirs)
         if run.stages.manifest(selection).summary["full"]:
-            return Batch(prompts=asked, rollouts=rollouts, rewards=rewards, selection=selection)
+            return Batch(prompts=asked, rollouts=rollouts, rewards=rewards, selection=selection, learned=learned)
+
+
+def learn(run: Run, k: int, before: Batch, own: dict[str, str]) -> ArtifactRef:
+    """What the sampler knows of prompts when those of iteration ``k`` are drawn."""
+    return sampler(run, k, before.prompts, before.rollouts, results(before.rewards), before.learned, external=own)
 
 
 def _rollouts(

@@ -11,6 +11,7 @@ ORDER = (
     "warm_start",
     "pretrained",
     "reference_model",
+    "sampler",
     "prompts",
     "rollout",
     "reward",
@@ -29,10 +30,11 @@ ORDER = (
     "publish",
 )
 """All stages, in the order in which an iteration's data comes into being."""
-DRAWN = ("prompts", "rollout", "reward", "filter")
-"""Stages that run again for each further batch of prompts; their shards say for which."""
+DRAWN = ("sampler", "prompts", "rollout", "reward", "filter")
+"""Stages that come before training, most of them again for each further batch of prompts; their shards say which."""
 
 Fork = Literal[
+    "sampler",
     "prompts",
     "rollout",
     "reward",

@@ -90,6 +90,16 @@ class PartialConfig(Section):
         return self
 
 
+class SamplerConfig(Section):
+    """A curriculum: which prompts an iteration takes."""
+
+    name: str = Field("pass_rate", min_length=1, description="Of a built-in sampler, or of the class in `path`.")
+    path: str | None = Field(
+        None, min_length=1, description="The user's file (my_sampler.py) or module; null: a sampler that is built in."
+    )
+    kwargs: dict[str, JsonValue] = Field({}, description="The sampler's options.")
+
+
 class RolloutConfig(Section):
     """What the policy generates in each iteration."""
 
@@ -98,6 +108,7 @@ class RolloutConfig(Section):
         description="`local`: Transformers in this process. `vllm`: vLLM on this machine. `server`: vLLM or SGLang.",
     )
     prompts: int = Field(16, ge=1, description="Prompts an iteration.")
+    sampler: SamplerConfig | None = Field(None, description="Which prompts; null: all in turn, shuffled each epoch.")
     samples: int = Field(8, ge=1, description="Responses a prompt: the group size.")
     shards: int = Field(1, ge=1, description="Rollout and reward tasks an iteration.")
     max_gen_batches: int = Field(

@@ -38,6 +38,7 @@ def check_surroundings(config: RunConfig) -> None:
     from grpo_lib.recipe import check_algorithm  # the first that takes torch, which takes seconds
 
     check_algorithm(config)
+    check_sampler(config)
     check_agent(config)
     if config.placement.kind == "local":  # a worker's devices are not those of this machine
         from grpo_lib.placement.devices import torch_device
@@ -140,6 +141,20 @@ def check_reward(config: RunConfig) -> None:
     problem = get_problem(config.data.problem)
     reward = run_reward(problem, config)
     try_reward(reward, trial_samples(problem.load(config.data, "heldout", config.seed), COUNT))
+
+
+def check_sampler(config: RunConfig) -> None:
+    """The curriculum's class is there, has its options, and weighs the prompts.
+
+    Raises:
+        ConfigError, DataError: naming what is wrong with it.
+    """
+    if config.rollout.sampler is None:
+        return
+    from grpo_lib.data.samplers import make_sampler, sampler_weights
+
+    train = get_problem(config.data.problem).load(config.data, "train", config.seed)
+    sampler_weights(make_sampler(config.rollout.sampler, config.algorithm.plugins), None, train)
 
 
 def check_devices(config: RunConfig) -> None:

@@ -40,6 +40,10 @@ class Sample:
     """Further columns of the prompt, as the data set brings them."""
 
 
+CORRECT = "correct"
+"""Component (0 or 1) that evaluation counts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardResult:
     """What a reward function says of one response."""

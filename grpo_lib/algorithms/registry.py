@@ -21,6 +21,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from grpo_lib.errors import ConfigError
+from grpo_lib.urls import shown
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -84,7 +85,7 @@ class Entry(Generic[F]):
 
         fields: dict[str, Any] = {}
         for function in (self.helper, self.function) if self.helper else (self.function,):
-            hints = get_type_hints(function, include_extras=True)
+            hints = get_type_hints(_called(function), include_extras=True)
             for name, parameter in inspect.signature(function).parameters.items():
                 if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                     default = ... if parameter.default is inspect.Parameter.empty else parameter.default
@@ -121,7 +122,12 @@ class Entry(Generic[F]):
             return f"{origin}.{place}: {self.kind} {self.name!r} has no such option; {hint}"
         if problem["type"] == "missing":
             return f"{origin}.{place}: {self.kind} {self.name!r} needs it"
-        return f"{origin}.{place}={problem['input']!r}: {problem['msg']}"
+        return f"{origin}.{place}={shown(problem['input'])}: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _called(function: Callable[..., object]) -> Callable[..., object]:
+    """What has the annotations: of a class its ``__init__``."""
+    return function.__init__ if inspect.isclass(function) else function
 
 
 def _for_pydantic(hint: Any) -> Any:

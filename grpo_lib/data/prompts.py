@@ -120,9 +120,15 @@ def take_prompts(train: pa.Table, *, first: int, count: int, seed: int) -> pa.Ta
         order = np.random.default_rng(derive_seed(seed, "epoch", int(epoch))).permutation(train.num_rows)
         here = epochs == epoch
         rows[here] = order[positions[here] % train.num_rows]
+    return take_rows(train, rows, epochs)
+
+
+def take_rows(train: pa.Table, rows: NDArray[np.int64], epochs: NDArray[np.int64] | None = None) -> pa.Table:
+    """The prompts of an iteration; ``epochs`` where they were taken in turn."""
     taken = train.take(pa.array(rows))
     columns = {name: taken.column(name) for name in PROMPTS.names if name in taken.column_names}
-    columns |= {"dataset_row": pa.array(rows), "epoch": pa.array(epochs.astype(np.int32))}
+    epoch = pa.nulls(len(rows), pa.int32()) if epochs is None else pa.array(epochs.astype(np.int32))
+    columns |= {"dataset_row": pa.array(rows), "epoch": epoch}
     return pa.table({name: columns[name] for name in PROMPTS.names}, schema=PROMPTS).combine_chunks()
 
 

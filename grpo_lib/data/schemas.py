@@ -27,7 +27,7 @@ PROMPTS = pa.schema(
     {
         "prompt_id": pa.string(),
         "dataset_row": pa.int64(),  # row in the dataset's split
-        "epoch": pa.int32(),
+        "epoch": pa.int32(),  # null: a sampler chose it
         "prompt": pa.string(),
         "prompt_ids": TOKENS,
         "reference": pa.string(),

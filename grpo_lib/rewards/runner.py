@@ -10,12 +10,10 @@ from grpo_lib.errors import RewardError
 from grpo_lib.rewards.judge_pool import JudgePool
 from grpo_lib.rewards.judges import Judge, Reward
 from grpo_lib.rewards.verdicts import Verdict, reason_of, verdict_of
-from grpo_lib.types import RewardResult, Sample
+from grpo_lib.types import CORRECT, RewardResult, Sample
 
 SHOWN_CHARS = 160
 NOT_JUDGED = "not judged: too many rewards had failed by then"
-CORRECT = "correct"
-"""Component (0 or 1) that evaluation counts."""
 
 Known = Mapping[tuple[str, str], Verdict]
 """What was judged before, by the digests of function and sample."""

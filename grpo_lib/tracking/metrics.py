@@ -73,6 +73,7 @@ DESCRIPTIONS = {
     "filter/batches": "Batches of prompts drawn.",
     "dataset/train_long_prompts": "Training prompts above rollout.max_prompt_tokens, left out or cut.",
     "dataset/heldout_long_prompts": "Held-out prompts above rollout.max_prompt_tokens, left out or cut.",
+    "prompts/effective_fraction": "With rollout.sampler: of how many prompts it chooses, (sum w)^2 / (n sum w^2).",
     "prompts/carried": "Prompts whose responses go on from the iteration before.",
     "rollout/unfinished_fraction": "Responses that go on in the next iteration.",
     "rollout/older_tokens_fraction": "Response tokens that an earlier policy drew.",
