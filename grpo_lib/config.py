@@ -379,6 +379,11 @@ class RunConfig(Section):
                 f"evaluation.prompts={self.evaluation.prompts} is more than "
                 f"data.heldout_prompts={self.data.heldout_prompts}; lower the first or raise the second"
             )
+        if self.data.problem == "files" and not self.reward.functions:
+            raise ValueError(
+                "data.problem=files brings no reward; name functions in reward.functions, built in "
+                "(`grpo score --help`) or your own: [{path: my_reward.py, name: reward}]"
+            )
         train_prompts = getattr(self.data, "train_prompts", None)
         if train_prompts is not None and rollout.prompts > train_prompts:
             raise ValueError(

@@ -1,5 +1,7 @@
 """From a problem to the data set of a run, and from that to the prompts of an iteration."""
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +30,7 @@ def build_dataset(problem: Problem, config: Any, tokenizer: Any) -> tuple[pa.Tab
         table = problem.load(config.data, split, config.seed)
         if table.num_rows == 0:
             raise DataError(f"the {split} split of {problem.name} is empty; look at the data settings")
-        texts = table.column("prompt").to_pylist()
-        ids = encode_prompts(tokenizer, texts, config.model.prompt_format, config.model.system_prompt)
+        ids = encode_prompts(tokenizer, conversations(table), config.model.prompt_format, config.model.system_prompt)
         table, ids, count = _within(table, ids, config.rollout.max_prompt_tokens, config.rollout.long_prompts, split)
         long[f"{split}_long_prompts"] = count
         columns = {
@@ -51,10 +52,21 @@ def build_dataset(problem: Problem, config: Any, tokenizer: Any) -> tuple[pa.Tab
     return dataset, long
 
 
-def encode_prompts(tokenizer: Any, texts: list[str], prompt_format: str, system_prompt: str | None) -> pa.Array:
+def conversations(table: pa.Table) -> list[str | list[dict[str, str]]]:
+    """Every prompt as text, or as chat messages where the data set brings them."""
+    texts = table.column("prompt").to_pylist()
+    if "messages" not in table.column_names:
+        return texts
+    messages = table.column("messages").to_pylist()
+    return [text if each is None else json.loads(each) for text, each in zip(texts, messages, strict=True)]
+
+
+def encode_prompts(
+    tokenizer: Any, prompts: Sequence[str | list[dict[str, str]]], prompt_format: str, system_prompt: str | None
+) -> pa.Array:
     """Token ids of every prompt, ``list<int32>``; with ``chat`` through the tokenizer's template, which brings BOS.
 
-    A prompt that brings a BOS of its own does not get a second one.
+    A prompt that brings a BOS of its own does not get a second one. Messages that begin with a system message keep it.
     """
     if prompt_format == "chat":
         if not tokenizer.chat_template:
@@ -63,12 +75,14 @@ def encode_prompts(tokenizer: Any, texts: list[str], prompt_format: str, system_
                 "use an instruct model, or model.prompt_format=plain"
             )
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        texts = tokenizer.apply_chat_template(
-            [[*system, {"role": "user", "content": text}] for text in texts], tokenize=False, add_generation_prompt=True
-        )
+        chats = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in prompts]
+        chats = [each if each[0]["role"] == "system" else [*system, *each] for each in chats]
+        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
         encoded = tokenizer(texts, add_special_tokens=False)
     else:
-        encoded = tokenizer(texts)
+        if not all(isinstance(each, str) for each in prompts):
+            raise ModelError("the prompts are chat messages; set model.prompt_format=chat, with an instruct model")
+        encoded = tokenizer(list(prompts))
     bos = tokenizer.bos_token_id
     rows = [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in encoded["input_ids"]]
     return pa.array(rows, type=pa.list_(pa.int32()))

@@ -29,9 +29,8 @@ from grpo_lib.types import Problem, RewardFunction
 logger = logging.getLogger(__name__)
 
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow")
-SCHEMA = pa.schema(
-    [(name, pa.string()) for name in ("prompt_id", "prompt", "reference", "data_source", "demonstration", "metadata")]
-)
+MAPPED = ("prompt_id", "prompt", "reference", "data_source", "demonstration")
+SCHEMA = pa.schema([(name, pa.string()) for name in (*MAPPED, "messages", "metadata")])
 Reader = Callable[[], bytes]
 NOT_DATA = ("dataset_info.json", "state.json", "dataset_dict.json")
 """That Hugging Face puts beside its data."""
@@ -172,7 +171,7 @@ def _arrow(data: bytes) -> pa.Table:
 def _mapped(table: pa.Table, options: FilesData, path: str, split: str) -> pa.Table:
     """The columns that a problem gives; all others are metadata."""
     count, there = table.num_rows, table.column_names
-    taken = {name: options.columns.get(name, name) for name in SCHEMA.names if name != "metadata"}
+    taken = {name: name for name in MAPPED} | {str(name): column for name, column in options.columns.items()}
     for name, column in taken.items():
         needed = name == "prompt" or (name == "reference" and options.needs_reference) or name in options.columns
         if column not in there and needed:
@@ -181,6 +180,9 @@ def _mapped(table: pa.Table, options: FilesData, path: str, split: str) -> pa.Ta
                 f"{{{name}: {there[0] if there else '...'}}}"
             )
     columns = {name: _texts(table.column(column)) for name, column in taken.items() if column in there}
+    messages = _messages(table.column(taken["prompt"]), path)
+    if messages is not None:
+        columns["prompt"] = pa.array(["\n\n".join(turn["content"] for turn in each or []) for each in messages])
     for name in ("prompt", *(["reference"] if options.needs_reference else [])):
         lacking = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(columns[name]), ""), True).to_numpy(
             zero_copy_only=False
@@ -201,9 +203,29 @@ def _mapped(table: pa.Table, options: FilesData, path: str, split: str) -> pa.Ta
         if "data_source" in columns
         else pa.repeat(options.name, count),
         "demonstration": columns.get("demonstration", pa.nulls(count, pa.string())),
+        "messages": pa.nulls(count, pa.string())
+        if messages is None
+        else pa.array([json.dumps(each) for each in messages]),
         "metadata": pa.array(extra, pa.string()),
     }
     return pa.table(made, schema=SCHEMA)
+
+
+def _messages(column: pa.ChunkedArray, path: str) -> list[list[dict[str, str]]] | None:
+    """The prompts where they are chat messages: lists of ``role`` and ``content``."""
+    kind = column.type
+    listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not listed or not pa.types.is_struct(kind.value_type):
+        return None
+    rows: list[list[dict[str, str]]] = column.to_pylist()
+    for number, row in enumerate(rows):
+        for turn in row or []:
+            if not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):
+                raise DataError(
+                    f"{path}: the prompt of row {number} has a message without a role or a content that are texts: "
+                    f"{str(turn)[:160]}"
+                )
+    return [[{"role": turn["role"], "content": turn["content"]} for turn in row or []] for row in rows]
 
 
 def _texts(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -99,7 +99,7 @@ FILES = [
         "no problem",
         file("no_problem.yaml"),
         "data.problem: must be given",
-        "countdown, countdown_calculator, expressions, gsm8k",
+        "countdown, countdown_calculator, expressions, gsm8k, files",
     ),
     case("gsm8k without a path", file("no_path.yaml"), "data.path: must be given"),
 ]
@@ -165,7 +165,7 @@ CHOICES = [
         "problem",
         tiny("data.problem=sudoku"),
         "data.problem='sudoku'",
-        "countdown, countdown_calculator, expressions, gsm8k",
+        "countdown, countdown_calculator, expressions, gsm8k, files",
     ),
     case("dtype", tiny("model.dtype=float16"), "model.dtype='float16'", "'bfloat16'"),
     case("prompt format", tiny("model.prompt_format=markdown"), "prompt_format='markdown'", "'chat'"),

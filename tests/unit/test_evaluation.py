@@ -10,6 +10,7 @@ from grpo_lib.data.schemas import EVALUATION, TOKENS
 from grpo_lib.evaluation import evaluate_mode, evaluation_summary
 from grpo_lib.generation.base import LENGTH, STOP, Generated, Progress, Request, Sampling
 from grpo_lib.models import make_tokenizer
+from grpo_lib.rewards.judges import own_reward
 from grpo_lib.seeds import row_seeds
 from grpo_lib.types import RewardResult, Sample
 
@@ -180,7 +181,7 @@ def test_every_sample_is_a_row_with_its_prompt_and_judgement(tokenizer: Any, hel
         engine,  # type: ignore[arg-type]
         heldout,
         tokenizer,
-        judge,
+        own_reward(judge),
         mode="sampled",
         samples=2,
         sampling=sampling,
@@ -206,7 +207,7 @@ def test_a_reward_without_components_counts_as_correct_from_1_on(tokenizer: Any,
         Parrot(),  # type: ignore[arg-type]
         heldout,
         tokenizer,
-        lambda sample: next(values),
+        own_reward(lambda sample: next(values)),
         mode="greedy",
         samples=1,
         sampling=Sampling(temperature=0.0, max_new_tokens=4),

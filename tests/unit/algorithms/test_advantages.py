@@ -98,7 +98,8 @@ def flat(tokens: list[list[float]]) -> list[float]:
 
 
 def test_every_estimator_is_compared() -> None:
-    assert {case.name for case in ALL} == {entry.name for entry in ADVANTAGES}
+    elsewhere = {"grpo_process"}  # in test_grpo_process.py
+    assert {case.name for case in ALL} == {entry.name for entry in ADVANTAGES} - elsewhere
 
 
 # ------------------------------------------------------------------------------------------------- against formulas

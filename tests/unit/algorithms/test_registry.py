@@ -230,7 +230,7 @@ def test_every_column_says_what_it_is(registry: Registry[Callable[..., object]])
     [
         (
             ADVANTAGES,
-            "dr_grpo gae gdpo gpg grpo grpo_passk opo optimal_token_baseline otb reinforce_plus_plus "
+            "dr_grpo gae gdpo gpg grpo grpo_passk grpo_process opo optimal_token_baseline otb reinforce_plus_plus "
             "reinforce_plus_plus_baseline remax rloo",
         ),
         (KL_ESTIMATORS, "abs full k1 k2 k3 kl low_var_kl mse"),

@@ -45,14 +45,20 @@ def rollouts(
     return pa.table(columns)
 
 
-def reward_table(ids: pa.ChunkedArray, values: list[float | None], parts: list[dict[str, float]] | None) -> pa.Table:
+def reward_table(
+    ids: pa.ChunkedArray,
+    values: list[float | None],
+    parts: list[dict[str, float]] | None,
+    scores: Lists | None = None,
+) -> pa.Table:
     columns = {
         "rollout_id": ids,
         "value": pa.array(values, pa.float64()),
         "reason": pa.array([None if value is not None else "timeout" for value in values], pa.string()),
         "components": pa.array([list(row.items()) for row in parts or [{} for _ in values]], REWARDS.types[3]),
     }
-    return pa.table(columns, schema=REWARDS)
+    table = pa.table(columns, schema=REWARDS)
+    return table if scores is None else table.append_column("token_scores", pa.array(scores, FLOATS))
 
 
 def column(ids: pa.ChunkedArray, **values: Lists | None) -> pa.Table | None:
@@ -87,6 +93,7 @@ def iteration(
     versions: list[int] | None = None,
     sources: list[str] | None = None,
     components: list[dict[str, float]] | None = None,
+    scores: Lists | None = None,
 ) -> Iteration:
     """Groups are prompts, in the order of their first row; ``greedy`` and ``sources`` have one entry a prompt."""
     table = rollouts(groups, masks, rollout, list(truncated), versions)
@@ -98,7 +105,7 @@ def iteration(
     return Iteration(
         prompts=pa.table(prompts),
         rollouts=table,
-        rewards=reward_table(ids, values, components),
+        rewards=reward_table(ids, values, components, scores),
         old=old_table,
         ref=column(ids, ref_logprobs=ref),
         values=column(ids, values=critic),
@@ -674,6 +681,7 @@ def test_nothing_is_ever_nan_and_masked_tokens_are_0(name: str, seed: int) -> No
         copies=copies,
         truncated=tuple(row for row in range(16) if draw(0.8, 0.2)),
         components=[{"a": number(), "b": float(draw(1, 1))} for _ in groups],
+        scores=[[number() if draw(1, 1) else math.nan for _ in mask] for mask in masks],
     )
     chosen = plan(
         ESTIMATORS[name].function,

@@ -40,9 +40,9 @@ FILLS = [0.0, -7.5, 1e30, math.inf, -math.inf, math.nan]
 def columns(fill: float, masks: list[list[int]] = MASKS) -> dict[str, Lists]:
     """Numbers of the policy's tokens in their order, and ``fill`` at those of tools."""
     made: dict[str, Lists] = {}
-    for place, name in enumerate(("rollout", "old", "ref", "critic", "squares")):
+    for place, name in enumerate(("rollout", "old", "ref", "critic", "squares", "scores")):
         draws = iter(torch.rand(100, generator=torch.Generator().manual_seed(place)).tolist())
-        sign = 1 if name in ("critic", "squares") else -1
+        sign = 1 if name in ("critic", "squares", "scores") else -1
         made[name] = [[sign * next(draws) if taken else fill for taken in mask] for mask in masks]
     return made
 

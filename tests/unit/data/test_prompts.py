@@ -1,3 +1,4 @@
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,7 @@ def train_table(rows: int) -> pa.Table:
         "prompt_ids": [[row, row + 1] for row in range(rows)],
         "reference": [str(row) for row in range(rows)],
         "data_source": ["toy"] * rows,
+        "metadata": [None] * rows,
         "demonstration": [None] * rows,
     }
     return pa.table(columns, schema=DATASET)
@@ -230,3 +232,20 @@ def test_prompts_in_chat_format_keep_the_text_of_the_problem(tokenizer: Any) -> 
     dataset, _ = build_dataset(problem, settings_of(limit=20, prompt_format="chat"), tokenizer)
     assert dataset.column("prompt").to_pylist() == ["ab", "a"]
     assert [tokenizer.decode(ids) for ids in dataset.column("prompt_ids").to_pylist()] == ["<user>ab<a>", "<user>a<a>"]
+
+
+def test_messages_of_the_data_go_through_the_template_and_keep_their_system_message(tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE
+    own = json.dumps([{"role": "system", "content": "x"}, {"role": "user", "content": "ab"}])
+    plain = json.dumps([{"role": "user", "content": "c"}])
+    train = problem_table([("t0", "x ab"), ("t1", "c"), ("t2", "d")], messages=[own, plain, None])
+    problem = toy(train, problem_table([("h0", "a")]))
+    dataset, _ = build_dataset(problem, settings_of(limit=60, prompt_format="chat", system="s"), tokenizer)
+    assert [tokenizer.decode(ids) for ids in dataset.column("prompt_ids").to_pylist()] == [
+        "<system>x<user>ab<a>",
+        "<system>s<user>c<a>",
+        "<system>s<user>d<a>",
+        "<system>s<user>a<a>",
+    ]
+    with pytest.raises(ModelError, match=r"the prompts are chat messages; set model\.prompt_format=chat"):
+        build_dataset(problem, settings_of(limit=60), tokenizer)

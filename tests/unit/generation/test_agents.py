@@ -28,6 +28,7 @@ from grpo_lib.generation.rollouts import generate_rollouts, rollout_summary
 from grpo_lib.generation.tools import TOOLS, ToolError, register_tool
 from grpo_lib.models import make_small_model, make_tokenizer
 from grpo_lib.problems.countdown_calculator import PROBLEM
+from grpo_lib.rewards.judges import own_reward
 from grpo_lib.rewards.scoring import reward_table
 
 TOKENIZER = make_tokenizer(PROBLEM.tags, PROBLEM.alphabet)
@@ -687,7 +688,7 @@ def test_the_rollout_dataset_says_turns_calls_and_failures_and_a_failed_row_has_
     assert summary["surprise"] == pytest.approx(-sum(own) / len(own))
 
     judged: list[str] = []
-    rewards, scores = reward_table(prompts, table, lambda sample: judged.append(sample.response) or 1.0)
+    rewards, scores = reward_table(prompts, table, own_reward(lambda sample: judged.append(sample.response) or 1.0))
     assert rewards.column("value").to_pylist() == [1.0, None, 1.0]
     assert rewards.column("reason").to_pylist() == [None, "own: bad text", None]
     assert len(judged) == 2 and scores.judged == [True, False, True]
@@ -714,7 +715,7 @@ def test_evaluation_plays_with_the_agent_and_leaves_failed_rollouts_out() -> Non
         Scripted({0: ["<calc>1+1</calc>", "2"], 1: ["<calc>1/0</calc>"]}),  # type: ignore[arg-type]
         prompts_table(2),
         TOKENIZER,
-        lambda sample: float("<result>2</result>" in sample.response),
+        own_reward(lambda sample: float("<result>2</result>" in sample.response)),
         mode="sampled",
         samples=1,
         sampling=Sampling(temperature=1.0, max_new_tokens=60),

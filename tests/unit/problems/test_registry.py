@@ -8,7 +8,7 @@ from grpo_lib.problems import PROBLEMS, get_problem
 
 
 def test_every_problem_is_found_under_its_own_name() -> None:
-    assert list(PROBLEMS) == ["countdown", "countdown_calculator", "expressions", "gsm8k"]
+    assert list(PROBLEMS) == ["countdown", "countdown_calculator", "expressions", "gsm8k", "files"]
     for name, problem in PROBLEMS.items():
         assert problem.name == name
         assert get_problem(name) is problem
@@ -17,7 +17,7 @@ def test_every_problem_is_found_under_its_own_name() -> None:
 def test_an_unknown_name_gets_the_nearest_ones() -> None:
     with pytest.raises(ConfigError, match=r"data\.problem='countdwn': no such problem; did you mean countdown"):
         get_problem("countdwn")
-    with pytest.raises(ConfigError, match="there are countdown, countdown_calculator, expressions, gsm8k"):
+    with pytest.raises(ConfigError, match="there are countdown, countdown_calculator, expressions, gsm8k, files"):
         get_problem("zzz")
 
 

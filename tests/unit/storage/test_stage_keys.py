@@ -83,7 +83,14 @@ def test_of_an_input_only_its_content_counts(config: RunConfig) -> None:
 
 def test_the_slice_holds_the_declared_values_and_nothing_else(config: RunConfig) -> None:
     assert config_slice(config, SPEC.reads) == {
-        "reward": {"correct": 1.0, "format_only": 0.1, "max_failed": 0.05},
+        "reward": {
+            "correct": 1.0,
+            "format_only": 0.1,
+            "functions": [],
+            "timeout_seconds": 10.0,
+            "max_failed": 0.05,
+            "runner": {"processes": 1, "concurrency": 64, "rate": None, "memory_gib": 4.0, "cache": True},
+        },
         "rollout.samples": 8,
         "decay_steps": 120,
         "algorithm.kl": {
