@@ -5,11 +5,10 @@ from typing import Any, get_args
 
 from pydantic_core import PydanticUndefined
 
-from grpo_lib.catalogue import listings, type_text
+from grpo_lib.catalogue import choices, listings, type_text
 from grpo_lib.config import RunConfig, Section
 from grpo_lib.config_algorithm import PRESETS
 from grpo_lib.config_data import DATA_SECTIONS
-from grpo_lib.recipe import REGISTRIES
 from grpo_lib.tracking.metrics import DESCRIPTIONS
 
 HERE = Path(__file__).parent
@@ -63,16 +62,21 @@ def _section_of(annotation: Any) -> type[Section] | None:
 def algorithms() -> str:
     """Every function that a configuration can name, from the registries."""
     lines = [(HERE / "algorithms.head.md").read_text(encoding="utf-8").rstrip(), ""]
-    for setting, registry in REGISTRIES.items():
-        known = [each for each in listings() if each.setting == f"algorithm.{setting}"]
-        lines += [f"## `algorithm.{setting}`: {registry.kind}s", "", ABOUT[setting], ""]
-        lines += ["| column | what it is |", "|---|---|"]
-        lines += [f"| `{name}` | {text} |" for name, text in registry.columns.items()]
+    for setting, registry in choices().items():
+        known = [each for each in listings() if each.setting == setting]
+        lines += [f"## `{setting}`: {registry.kind}s", "", ABOUT[setting.removeprefix("algorithm.")], ""]
+        if registry.columns:
+            lines += ["| column | what it is |", "|---|---|"]
+            lines += [f"| `{name}` | {text} |" for name, text in registry.columns.items()]
         for each in known:
             also = f" (also {', '.join(f'`{alias}`' for alias in each.aliases)})" if each.aliases else ""
-            lines += ["", f"### `{each.name}`{also}", "", f"    {each.formula}", ""]
-            lines += [f"{each.use[0].upper()}{each.use[1:]}. {_source(each.paper)}", ""]
-            lines += [f"- function: `{each.function}`", f"- columns: {', '.join(f'`{name}`' for name in each.columns)}"]
+            lines += ["", f"### `{each.name}`{also}", ""]
+            if each.formula:
+                lines += [f"    {each.formula}", ""]
+            lines += [f"{each.use[0].upper()}{each.use[1:].rstrip('.')}. {_source(each.paper)}".rstrip(), ""]
+            lines += [f"- function: `{each.function}`"]
+            if each.columns:
+                lines += [f"- columns: {', '.join(f'`{name}`' for name in each.columns)}"]
             if each.aggregation is not None:
                 lines += [f"- aggregation unless another is named: `{each.aggregation}`"]
             for option in each.options:
@@ -91,12 +95,15 @@ ABOUT = {
     "kl.estimator": "With `x = logprobs - ref_logprobs`. Any name with `+` has the gradient of `k2`, the unbiased one.",
     "grouping": "From columns of the prompts to group ids.",
     "filters": "Run in order; while too few prompts are left, more are drawn (`rollout.max_gen_batches`).",
+    "rollout.sampler": "Curricula: classes that weigh prompts by what the run has learned of them; see "
+    "[rewards](rewards.md#which-prompts-come-next).",
+    "reward.functions": "Options go into `kwargs`; see [rewards](rewards.md).",
     "metrics": "More numbers of an iteration, logged as `advantage/metric/<name>`.",
 }
 
 
 def _source(paper: str) -> str:
-    return "" if paper == "-" else f"{paper}."
+    return "" if paper in ("", "-") else f"{paper}."
 
 
 def _correction(settings: dict[str, Any]) -> str:

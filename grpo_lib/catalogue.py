@@ -8,8 +8,11 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from grpo_lib.algorithms.registry import Entry
+from grpo_lib.algorithms.registry import Entry, Registry
+from grpo_lib.data.samplers import SAMPLERS
 from grpo_lib.recipe import REGISTRIES
+from grpo_lib.rewards.judges import load_built_in
+from grpo_lib.rewards.registry import REWARDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +45,18 @@ class Listing:
     """Of a loss: its default aggregation, where that is not token-mean."""
 
 
+def choices() -> dict[str, Registry[Any]]:
+    """Every kind of function or class that a configuration names, by its setting."""
+    load_built_in()
+    kinds: dict[str, Registry[Any]] = {f"algorithm.{setting}": registry for setting, registry in REGISTRIES.items()}
+    return kinds | {"rollout.sampler": SAMPLERS, "reward.functions": REWARDS}
+
+
 def listings() -> Iterator[Listing]:
     """Everything that is registered, kind by kind."""
-    for setting, registry in REGISTRIES.items():
+    for setting, registry in choices().items():
         for entry in registry:
-            yield _listing(f"algorithm.{setting}", entry)
+            yield _listing(setting, entry)
 
 
 def type_text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:

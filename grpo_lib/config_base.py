@@ -20,7 +20,11 @@ class Section(BaseModel):
 
 
 def _no_credentials(url: str) -> str:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        int(parts.port or 0) if "@" in url else 0  # a password with a slash in it looks like a port
+    except ValueError:  # its message repeats the URL
+        raise ValueError("this URL can't be read; write / as %2F and @ as %40 before the host's name") from None
     if parts.password is not None or "password" in parse_qs(parts.query):
         raise ValueError(
             f"the URL of {parts.hostname} holds a password, which would end up in manifests and MLflow; "

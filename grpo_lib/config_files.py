@@ -15,6 +15,7 @@ from grpo_lib.config import RunConfig, Section, StoreConfig
 from grpo_lib.config_algorithm import AlgorithmConfig
 from grpo_lib.config_data import DATA_SECTIONS
 from grpo_lib.errors import ConfigError
+from grpo_lib.urls import shown, without_secrets
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
@@ -113,12 +114,11 @@ def _parsed(override: str) -> tuple[list[str], Any, str]:
     key, equals, text = override.partition("=")
     steps = key.strip().split(".")
     if not equals or not all(steps):
-        raise ConfigError(f"override {_redacted(override)!r} is not of the form key=value, e.g. rollout.samples=16")
+        raise ConfigError(f"override {shown(override)} is not of the form key=value, e.g. rollout.samples=16")
     try:
         value = yaml.load(text, _UniqueKeys)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        shown = _redacted(override)
-        raise ConfigError(f"override {shown!r}: the value is not valid YAML: {_one_line(error)}") from None
+        raise ConfigError(f"override {shown(override)}: the value is not valid YAML: {_one_line(error)}") from None
     if isinstance(value, str) and _EXPONENTIAL.fullmatch(value):
         value = float(value)  # YAML reads 1e-6 as a string
     return steps, value, override
@@ -132,7 +132,7 @@ def _set(values: dict[str, Any], steps: list[str], value: Any, override: str) ->
             place[parent] = {}
         place = place[parent]
         if not isinstance(place, dict):
-            raise ConfigError(f"override {_redacted(override)!r}: {parent!r} is a value, not a section")
+            raise ConfigError(f"override {shown(override)}: {parent!r} is a value, not a section")
     place[last] = value
 
 
@@ -144,20 +144,10 @@ def _forget_options(section: dict[str, Any], key: str, value: Any) -> None:
 
 
 _EXPONENTIAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@|(?<=password=)[^&\s]*")
-
-
-def _redacted(text: str) -> str:
-    """The text without what may be credentials in a URL.
-
-    >>> _redacted("tracking=http://me:secret@host")
-    'tracking=http://host'
-    """
-    return _CREDENTIALS.sub("", text)
 
 
 def _one_line(error: Exception) -> str:
-    return _redacted(" ".join(str(error).split()))
+    return without_secrets(" ".join(str(error).split()))
 
 
 def _config_error(origin: str, error: ValidationError) -> ConfigError:
@@ -188,7 +178,7 @@ def _describe(problem: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = _redacted(repr(value))
+    text = shown(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 

@@ -113,18 +113,18 @@ def load_model(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
     Raises:
         ModelError: it is missing, broken, needs code of its own, or has no safetensors weights.
     """
-    model = _load(
+    model = load_pretrained(
         "model",
         path,
         lambda: AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=_attention(path), trust_remote_code=False, use_safetensors=True
+            path, dtype=dtype, attn_implementation=attention_of(path), trust_remote_code=False, use_safetensors=True
         ),
     )
     return model.to(device).eval()
 
 
-def _attention(path: str) -> str:
-    """SDPA leaves soft-capping of attention scores (Gemma 2) out without a word."""
+def attention_of(path: str) -> str:
+    """Eager for models with soft-capping of attention scores (Gemma 2), which SDPA leaves out without a word."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
@@ -135,7 +135,7 @@ def load_tokenizer(path: str) -> Any:
     Raises:
         ModelError: it is missing or broken, or it has no end-of-sequence token.
     """
-    tokenizer = _load("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+    tokenizer = load_pretrained("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False))
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer in {path!r} has no end-of-sequence token, so no response could ever end: "
@@ -144,12 +144,20 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def _load(what: str, path: str, read: Callable[[], Loaded]) -> Loaded:
+def load_pretrained(what: str, path: str, read: Callable[[], Loaded]) -> Loaded:
+    """What ``read`` reads from a folder or the hub.
+
+    Args:
+        what: ``model`` or ``tokenizer``.
+
+    Raises:
+        ModelError: it is missing, broken, or needs code of its own; with the remedy.
+    """
     place = Path(path)
     if place.is_file():
-        raise ModelError(f"{path!r} is a file; model.path takes a folder that save_pretrained wrote, or a hub name")
+        raise ModelError(f"{path!r} is a file; name a folder that save_pretrained wrote, or a model on the hub")
     if place.is_absolute() and not place.exists():
-        raise ModelError(f"there is no folder {path!r}; model.path takes a folder that save_pretrained wrote")
+        raise ModelError(f"there is no folder {path!r}; name one that save_pretrained wrote, or a model on the hub")
     if what == "model" and (place / "adapter_config.json").is_file():
         raise ModelError(
             f"the folder {path!r} holds adapters (LoRA), which are no model of their own; `grpo export` writes one "

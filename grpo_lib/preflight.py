@@ -128,18 +128,19 @@ def check_agent(config: RunConfig) -> None:
 
 
 def check_reward(config: RunConfig) -> None:
-    """Reward functions are there, can be called, and score a few real samples.
+    """Reward functions are there, find what they need on this machine, and score a few real samples.
 
     Raises:
-        ConfigError, RewardError: with what a function said.
+        GrpoError: with what a function said.
     """
     if not config.reward.functions:
         return
-    from grpo_lib.rewards.judges import run_reward
+    from grpo_lib.rewards.judges import check_machine, run_reward
     from grpo_lib.rewards.trial import COUNT, trial_samples, try_reward
 
     problem = get_problem(config.data.problem)
     reward = run_reward(problem, config)
+    check_machine(reward)
     try_reward(reward, trial_samples(problem.load(config.data, "heldout", config.seed), COUNT))
 
 

@@ -61,6 +61,19 @@ class RewardResult:
     the token that holds the step's last character."""
     text: str | None = None
     """A word to people who read the rollouts: what a judge said, why a test failed."""
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """What judging took (tokens, money): components that are kept where the response gets no reward, too."""
+
+
+class NoRewardError(Exception):
+    """Raised by a reward function: the response gets no reward, for this reason.
+
+    Any other exception does the same; this one says what was spent to find out.
+    """
+
+    def __init__(self, reason: str, spent: Mapping[str, float] | None = None) -> None:
+        super().__init__(reason)
+        self.spent = dict(spent or {})
 
 
 RewardFunction = Callable[[Sample], "RewardResult | float | None"]

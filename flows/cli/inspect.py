@@ -69,7 +69,7 @@ def _show_algorithms(name: str | None, plugins: list[str], as_json: bool) -> Non
     chosen = [each for each in known if name in (None, each.name, each.setting.split(".")[1], *each.aliases)]
     if not chosen:
         names = [label for each in known for label in (each.name, each.setting.split(".")[1])]
-        raise ConfigError(f"no algorithm is called {name!r}; {nearest(str(name), dict.fromkeys(names))}")
+        raise ConfigError(f"nothing is called {name!r}; {nearest(str(name), dict.fromkeys(names))}")
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in chosen]))
         return
@@ -85,7 +85,8 @@ def _show_algorithms(name: str | None, plugins: list[str], as_json: bool) -> Non
         also = f" (also {', '.join(each.aliases)})" if each.aliases else ""
         console.print(f"[bold cyan]{each.name}[/]{also}  {escape(each.formula)}")
         console.print(f"    {escape(each.use)}", style="dim")
-        console.print(f"    {escape(each.paper)}", style="dim italic", highlight=False)
+        if each.paper:
+            console.print(f"    {escape(each.paper)}", style="dim italic", highlight=False)
         if each.aggregation is not None:
             console.print(f"    aggregation: {each.aggregation} unless another is named")
         for option in each.options:

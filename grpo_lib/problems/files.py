@@ -5,7 +5,6 @@ They bring no reward: ``reward.functions`` does.
 
 import fnmatch
 import glob
-import io
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -15,20 +14,18 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.json
-import pyarrow.parquet
 
 from grpo_lib.algorithms.registry import nearest
 from grpo_lib.config import StoreConfig
 from grpo_lib.config_data import FilesData
 from grpo_lib.config_reward import RewardConfig
+from grpo_lib.data.files import ENDINGS, read_table
 from grpo_lib.errors import ConfigError, DataError
 from grpo_lib.storage.objects import open_store
 from grpo_lib.types import Problem, RewardFunction
 
 logger = logging.getLogger(__name__)
 
-ENDINGS = (".jsonl", ".json", ".parquet", ".arrow")
 MAPPED = ("prompt_id", "prompt", "reference", "data_source", "demonstration")
 SCHEMA = pa.schema([(name, pa.string()) for name in (*MAPPED, "messages", "metadata")])
 Reader = Callable[[], bytes]
@@ -100,7 +97,7 @@ def _rows(options: FilesData, places: Sequence[str], split: str) -> pa.Table:
     tables = []
     for place in places:
         for path, data in _files(place, options.endpoint_url):
-            tables.append(_mapped(_table(path, data()), options, path, split))
+            tables.append(_mapped(read_table(path, data()), options, path, split))
     table = pa.concat_tables(tables)
     first = _first_of_each(table.column("prompt"))
     again = table.num_rows - len(first)
@@ -149,23 +146,6 @@ def _on_s3(place: str, endpoint_url: str | None) -> Iterator[tuple[str, Reader]]
         wanted = fnmatch.fnmatch(name, key) if "*" in key else True
         if wanted and Path(name).suffix in ENDINGS and Path(name).name not in NOT_DATA:
             yield f"s3://{bucket}/{name}", partial(objects.get, name)
-
-
-def _table(path: str, data: bytes) -> pa.Table:
-    try:
-        if path.endswith(".parquet"):
-            return pyarrow.parquet.read_table(io.BytesIO(data))
-        if path.endswith(".arrow"):
-            return _arrow(data)
-        return pyarrow.json.read_json(io.BytesIO(data))
-    except pa.ArrowException as error:
-        raise DataError(f"can't read {path}: {error}") from error
-
-
-def _arrow(data: bytes) -> pa.Table:
-    """The file format, or the stream that Hugging Face saves."""
-    opened = pa.ipc.open_file(data) if data[:6] == b"ARROW1" else pa.ipc.open_stream(data)
-    return opened.read_all()
 
 
 def _mapped(table: pa.Table, options: FilesData, path: str, split: str) -> pa.Table:
@@ -234,7 +214,9 @@ def _texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
         return column.cast(pa.string())
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type):
         return column.cast(pa.string())
-    return pa.chunked_array([pa.array([None if each is None else json.dumps(each) for each in column.to_pylist()])])
+    return pa.chunked_array(
+        [pa.array([None if each is None else json.dumps(each, default=str) for each in column.to_pylist()])]
+    )
 
 
 PROBLEM = Problem(name="files", load=load, make_reward=make_reward)

@@ -27,8 +27,10 @@ MAX_NUMBER_CHARS = 50
 # The sign stands before or after the currency (-$5, $-5); after a digit, letter or bracket it is a subtraction.
 _NUMBER = re.compile(
     r"(?:(?<![\w).])(?P<minus>[-\u2212]))?(?:[$€£¥] ?)?(?:(?<![\w).])(?P<late_minus>[-\u2212]))?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
 )
+_INSIDE = re.compile(r"[0-9][.,]")
+"""Right before a number: it is only the end of one that is malformed, as the 2345 of 1,2345."""
 _COLUMNS = ("prompt_id", "prompt", "reference", "data_source", "demonstration")
 
 
@@ -173,14 +175,21 @@ def strict_number(text: str) -> Fraction | None:
 def flexible_number(text: str) -> Fraction | None:
     """The number after the last ``####`` if `strict_number` finds one, else the last number in the text.
 
+    ``None`` where the last is malformed: neither its end nor a number before it is what the text says.
+
     >>> flexible_number("6 * 3 gives 18.")
     Fraction(18, 1)
+    >>> flexible_number("18, no: 1,2018") is None
+    True
     """
     marked = strict_number(text)
     if marked is not None:
         return marked
     matches = list(_NUMBER.finditer(text))
-    return _value(matches[-1]) if matches else None
+    if not matches:
+        return None
+    start = matches[-1].start("digits")
+    return None if _INSIDE.fullmatch(text, max(0, start - 2), start) else _value(matches[-1])
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

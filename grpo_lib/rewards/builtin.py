@@ -3,19 +3,52 @@
 Each takes one response and gives a value, mostly 0 or 1, with the component ``correct`` where that is what it says.
 """
 
+import logging
 import re
-from typing import Annotated
+from fractions import Fraction
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from grpo_lib.algorithms.registry import Option
 from grpo_lib.config_data import CountdownData
 from grpo_lib.config_reward import RewardConfig
 from grpo_lib.problems import countdown as countdown_problem
-from grpo_lib.problems.gsm8k import flexible_number, strict_number
+from grpo_lib.problems.gsm8k import MAX_NUMBER_CHARS, flexible_number, strict_number
 from grpo_lib.rewards.registry import REWARDS
 from grpo_lib.types import RewardResult, Sample
 
-Case = Annotated[bool, Option(description="Capital letters count.")]
 _ONLY_RIGHT = RewardConfig(correct=1.0, format_only=0.0)
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    return text
+
+
+def _operators(text: str) -> str:
+    if not text or set(text) - set("+-*/") or len(set(text)) < len(text):
+        raise ValueError("use some of + - * /, each at most once")
+    return text
+
+
+def _tags(names: list[str]) -> list[str]:
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError("use names, each once")
+    return names
+
+
+def _letters(text: str) -> str:
+    if not re.fullmatch("[A-Z]+", text):
+        raise ValueError("use capital letters, as in ABCD")
+    return text
+
+
+Case = Annotated[bool, Option(description="Capital letters count.")]
+Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 def judged(right: bool, answer: str | None = None) -> RewardResult:
@@ -23,15 +56,15 @@ def judged(right: bool, answer: str | None = None) -> RewardResult:
     return RewardResult(value=float(right), components={"correct": float(right)}, answer=answer)
 
 
-@REWARDS.register("gsm8k", use="the number after ####, or the last one")
+@REWARDS.register("gsm8k", use="the number after ####, or the last one", modules=("grpo_lib.problems.gsm8k",))
 def gsm8k(
     sample: Sample,
     *,
-    extraction: Annotated[str, Option(description="strict: after ####; flexible: else the last number.")] = "strict",
+    extraction: Annotated[
+        Literal["strict", "flexible"], Option(description="strict: after ####; flexible: else the last number.")
+    ] = "strict",
 ) -> RewardResult:
     """Compares the response's number with the reference, exactly: 18.00 is 18."""
-    if extraction not in ("strict", "flexible"):
-        raise ValueError(f"extraction={extraction!r}: use strict or flexible")
     expected = strict_number(f"#### {sample.reference}")
     if expected is None:
         raise ValueError(f"the reference {sample.reference[:80]!r} is no number")
@@ -39,7 +72,7 @@ def gsm8k(
     return judged(number == expected, None if number is None else str(number))
 
 
-@REWARDS.register("math", use="mathematical answers in LaTeX or plain text", isolated=True)
+@REWARDS.register("math", use="mathematical answers in LaTeX or plain text", isolated=True, imports=("math_verify",))
 def math(
     sample: Sample,
     *,
@@ -49,11 +82,10 @@ def math(
     from math_verify import LatexExtractionConfig, parse, verify
     from math_verify.parser import ExprExtractionConfig
 
-    # Its own time limits are signals; this process has one already.
-    gold = parse(
-        sample.reference if "$" in sample.reference or "\\boxed" in sample.reference else f"${sample.reference}$",
-        parsing_timeout=None,
-    )
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time limits are off
+    is_latex = _MATH_MODE.search(sample.reference) is not None
+    # Its own time limits are signals, as the runner's is, so they are off.
+    gold = parse(sample.reference if is_latex else f"${sample.reference}$", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify can't read the reference {sample.reference[:80]!r}")
     found = parse(
@@ -62,12 +94,28 @@ def math(
         parsing_timeout=None,
     )
     right = bool(found) and verify(gold, found, float_rounding=precision, timeout_seconds=None)
-    return judged(right, str(found[-1]) if found else None)
+    return judged(right, _spelling(found[0]) if found else None)
 
 
-@REWARDS.register("countdown", use="an equation in <answer> that uses every number once")
+def _spelling(answer: object) -> str:
+    """``1/2`` for ``\\frac12``, ``1/2`` and ``0.50``: answers that are the same vote together."""
+    text = str(answer)
+    is_decimal = getattr(answer, "is_Float", False) and len(text) <= MAX_NUMBER_CHARS
+    return str(Fraction(text)) if is_decimal else text
+
+
+_MATH_MODE = re.compile(r"(?<!\\)\$|\\boxed")
+
+
+@REWARDS.register(
+    "countdown",
+    use="an equation in <answer> that uses every number once",
+    modules=("grpo_lib.problems.countdown", "grpo_lib.problems.arithmetic", "grpo_lib.problems.common"),
+)
 def countdown(
-    sample: Sample, *, operators: Annotated[str, Option(description="Those allowed, of + - * /.")] = "+-*/"
+    sample: Sample,
+    *,
+    operators: Annotated[str, Option(description="Those allowed, of + - * /."), AfterValidator(_operators)] = "+-*/",
 ) -> RewardResult:
     """The reference is JSON with ``numbers`` and ``target``."""
     made = countdown_problem.make_reward(CountdownData(operators=operators), _ONLY_RIGHT)(sample)
@@ -79,7 +127,10 @@ def countdown(
 def format_tags(
     sample: Sample,
     *,
-    tags: Annotated[list[str], Option(min_length=1, description="Names, in order.")] = ["think", "answer"],  # noqa: B006
+    tags: Annotated[list[str], Option(min_length=1, description="Names, in order."), AfterValidator(_tags)] = [  # noqa: B006
+        "think",
+        "answer",
+    ],
 ) -> RewardResult:
     """1 if the response is ``<think>...</think> <answer>...</answer>`` and nothing else, as the tags say."""
     blocks = r"\s*".join(f"<{re.escape(tag)}>.*?</{re.escape(tag)}>" for tag in tags)
@@ -108,16 +159,18 @@ def overlong(
     buffer: Annotated[int, Option(ge=1, description="In the last so many the value falls from 0 to -1.")],
 ) -> float:
     """0 to ``max_length - buffer`` tokens, then linear to -1 at ``max_length``."""
-    over = (sample.response_tokens - (max_length - buffer)) / buffer
-    return -min(1.0, max(0.0, over))
+    if buffer > max_length:
+        raise ValueError(f"buffer={buffer} must be at most max_length={max_length}")
+    under = (max_length - buffer - sample.response_tokens) / buffer
+    return min(0.0, max(-1.0, under))
 
 
-@REWARDS.register("exact_match", use="answers with one spelling")
+@REWARDS.register("exact_match", use="answers with one spelling", isolated=True)
 def exact_match(
     sample: Sample,
     *,
     pattern: Annotated[
-        str | None,
+        Pattern | None,
         Option(description="Its first group, at its last match, is the answer; null: the whole text."),
     ] = None,
     case: Case = False,
@@ -128,17 +181,19 @@ def exact_match(
         found = list(re.finditer(pattern, answer, re.DOTALL))
         if not found:
             return judged(False)
-        answer = found[-1][1] if found[-1].re.groups else found[-1][0]
+        answer = found[-1][1 if found[-1].re.groups else 0]
+        if answer is None:  # the group is in a part of the pattern that did not match
+            return judged(False)
     answer, expected = (" ".join(text.split()) for text in (answer, sample.reference))
     same = answer == expected if case else answer.casefold() == expected.casefold()
     return judged(same, answer)
 
 
-@REWARDS.register("regex", use="responses that hold a pattern")
+@REWARDS.register("regex", use="responses that hold a pattern", isolated=True)
 def regex(
     sample: Sample,
     *,
-    pattern: Annotated[str | None, Option(description="null: the reference is the pattern.")] = None,
+    pattern: Annotated[Pattern | None, Option(description="null: the reference is the pattern.")] = None,
     whole: Annotated[bool, Option(description="The whole response has to match.")] = False,
 ) -> RewardResult:
     """1 if the pattern is found in the response."""
@@ -147,24 +202,36 @@ def regex(
     return judged(found is not None)
 
 
-_CHOICE = (
-    r"(?i:answer|choice|option)(?:\s+is)?\s*[:=]?\s*\(?\**([A-Z])\b",
+# What is only called an option may be one that is ruled out. No two neighbours here match the same character over and
+# over: of a response with very many spaces every way to share them out would be tried.
+_CALLED = (
+    r"(?i:answer)(?:\s+is)?[\s:=*($]*(?:(?i:option|choice)[\s*($]*)?([A-Z])\b",
     r"\\boxed\{\s*(?:\\text\{)?\(?([A-Z])\)?\}?\s*\}",
     r"<answer>\s*\(?([A-Z])\)?[.):]?\s*</answer>",
-    r"^\s*\(?([A-Z])\)?[.):]?\s*$",
+    r"^[^\S\n]*[(*]*([A-Z])[)*.:]*[^\S\n]*$",
 )
+_MENTIONED = (r"(?i:choice|option)(?:\s+is)?[\s:=*($]*([A-Z])\b",)
 
 
 @REWARDS.register("multiple_choice", use="one letter of several")
 def multiple_choice(
-    sample: Sample, *, choices: Annotated[str, Option(min_length=2, description="The letters.")] = "ABCDE"
+    sample: Sample,
+    *,
+    choices: Annotated[
+        str, Option(min_length=2, description="The letters, capitals."), AfterValidator(_letters)
+    ] = "ABCDE",
 ) -> RewardResult:
-    """The last letter that is called the answer: ``Answer: B``, ``\\boxed{B}``, ``<answer>B</answer>``, or B alone."""
-    found = [
-        (match.start(), match[1].upper())
-        for pattern in _CHOICE
-        for match in re.finditer(pattern, sample.response, re.MULTILINE)
-    ]
-    letters = [letter for _, letter in sorted(found) if letter in choices]
-    answer = letters[-1] if letters else None
-    return judged(answer == sample.reference.strip().strip("().").upper(), answer)
+    """The last letter that is called the answer: ``Answer: B``, ``\\boxed{B}``, ``<answer>B</answer>``, or B alone.
+
+    Where there is none it is the last that is called a choice or an option.
+    """
+    expected = sample.reference.strip().strip("().").upper()
+    if len(expected) != 1 or expected not in choices:
+        raise ValueError(f"the reference {sample.reference[:80]!r} is none of the letters {choices}")
+    answer = _last_letter(_CALLED, sample.response, choices) or _last_letter(_MENTIONED, sample.response, choices)
+    return judged(answer == expected, answer)
+
+
+def _last_letter(patterns: tuple[str, ...], text: str, choices: str) -> str | None:
+    found = [(match.start(1), match[1]) for each in patterns for match in re.finditer(each, text, re.MULTILINE)]
+    return max((each for each in found if each[1] in choices), default=(0, None))[1]

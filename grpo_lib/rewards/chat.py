@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from grpo_lib.errors import ConfigError, RewardError
+from grpo_lib.rewards.pace import PACE
+from grpo_lib.urls import without_secrets
 
 if TYPE_CHECKING:
     import ssl
@@ -49,10 +51,13 @@ def api_key(variable: str | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the judge said, and its length in tokens where the endpoint tells."""
+    """What the judge said, and what was paid for."""
 
     text: str
+    fault: str | None
+    """Why it is no whole answer."""
     prompt_tokens: int | None
+    """None: the endpoint does not tell; so the next."""
     completion_tokens: int | None
 
 
@@ -75,14 +80,20 @@ class Endpoint:
     retries: int
 
     async def ask(self, body: dict[str, Any]) -> Answer:
-        """The judge's whole answer.
+        """The judge's answer.
 
         Raises:
-            RewardError: there is none, it was cut, or the endpoint refuses the request.
+            RewardError: there is none, or the endpoint refuses the request.
         """
         from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
 
         said: list[str] = []
+
+        async def attempt() -> Any:
+            if said:
+                await PACE.get().turn()
+            return await self._post(body)
+
         tries = AsyncRetrying(
             retry=retry_if_exception_type(NotNow),
             wait=_pause,
@@ -91,7 +102,7 @@ class Endpoint:
             reraise=True,
         )
         try:
-            return self._answer(await tries(self._post, body))
+            return self._answer(await tries(attempt))
         except NotNow as error:
             raise RewardError(f"{error} (tried {self.retries + 1} times)") from None
         except asyncio.CancelledError as error:  # out of time: what for is worth knowing
@@ -114,10 +125,11 @@ class Endpoint:
                     answer = await client.post(f"{self.url.rstrip('/')}/chat/completions", json=body, headers=headers)
         except TimeoutError:
             raise NotNow(f"no answer within request_seconds={self.request_seconds:g}") from None
-        except httpx.UnsupportedProtocol as error:
-            raise ConfigError(f"url={self.url!r}: {error}") from None
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+            raise ConfigError(without_secrets(f"url={self.url}: {error}")) from None
         except httpx.TransportError as error:
-            raise NotNow(self.safe(f"no answer from {self.url}: {type(error).__name__}: {error}")) from None
+            said = f"no answer from {self.url}: {type(error).__name__}: {error}"
+            raise NotNow(self.safe(without_secrets(said))) from None
         if answer.is_success:
             try:
                 return answer.json()
@@ -132,15 +144,15 @@ class Endpoint:
         try:
             choice, usage = found["choices"][0], found.get("usage") or {}
             text, finish = choice["message"]["content"], choice.get("finish_reason")
+            read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
         except (KeyError, IndexError, TypeError, AttributeError):
             raise RewardError(f"no choices[0].message.content in {self._shown(json.dumps(found))}") from None
+        text, fault = text if isinstance(text, str) else "", None
         if finish == "length":  # "Score: 1" may have been going to be "Score: 10"
-            raise RewardError(f"the judge's answer was cut: raise max_tokens. {self._shown(text or '')}")
-        if not isinstance(text, str) or not text.strip():
-            raise RewardError(f"the judge's answer is empty (finish_reason={finish})")
-        return Answer(
-            text=text, prompt_tokens=usage.get("prompt_tokens"), completion_tokens=usage.get("completion_tokens")
-        )
+            fault = f"the judge's answer was cut: raise max_tokens. {self._shown(text)}"
+        elif not text.strip():
+            fault = f"the judge's answer is empty (finish_reason={finish})"
+        return Answer(text=text, fault=fault, prompt_tokens=read, completion_tokens=written)
 
     def _shown(self, text: str) -> str:
         return repr(" ".join(self.safe(text).split())[:SHOWN])

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from grpo_lib.errors import ModelError
-from grpo_lib.models import _attention, _load
+from grpo_lib.models import attention_of, load_pretrained
 
 KEPT = 2
 """Models that a process keeps."""
@@ -101,7 +101,7 @@ def load_classifier(path: str, dtype: str, device: str) -> Classifier:
 
 @lru_cache(maxsize=KEPT)
 def _classifier(path: str, dtype: str, device: str) -> Classifier:
-    config = _load("model", path, lambda: AutoConfig.from_pretrained(path, trust_remote_code=False))
+    config = load_pretrained("model", path, lambda: AutoConfig.from_pretrained(path, trust_remote_code=False))
     names = list(config.architectures or [])
     of_tokens = any(name.endswith("ForTokenClassification") for name in names)
     if not of_tokens and not any(name.endswith("ForSequenceClassification") for name in names):
@@ -110,13 +110,13 @@ def _classifier(path: str, dtype: str, device: str) -> Classifier:
             "a ...ForSequenceClassification or ...ForTokenClassification is needed"
         )
     kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
-    model, info = _load(
+    model, info = load_pretrained(
         "model",
         path,
         lambda: kind.from_pretrained(
             path,
             dtype=getattr(torch, dtype),
-            attn_implementation="eager" if _attention(path) == "eager" else None,
+            attn_implementation="eager" if attention_of(path) == "eager" else None,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
@@ -128,7 +128,7 @@ def _classifier(path: str, dtype: str, device: str) -> Classifier:
             f"the reward model {path!r} has no weights for {', '.join(missing[:3])}"
             f"{' and others' if missing[3:] else ''}: with random ones it would score at random; train it first"
         )
-    tokenizer = _load("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+    tokenizer = load_pretrained("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False))
     shape = model.config.get_text_config()
     shape.use_cache = False
     return Classifier(

@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from grpo_lib.algorithms.registry import Option
+from grpo_lib.config_base import UrlWithoutSecrets
 from grpo_lib.rewards import code_harness
 from grpo_lib.rewards.registry import REWARDS
-from grpo_lib.rewards.sandbox import Limits, Ran, run
+from grpo_lib.rewards.sandbox import Limits, Ran, check_level, run
 from grpo_lib.types import RewardResult, Sample
 
 Level = Literal["bubblewrap", "namespaces", "limits", "remote"]
@@ -58,12 +59,29 @@ class Box:
         return run(program, stdin, level=self.level, limits=self.limits, endpoint=self.endpoint)
 
 
-@REWARDS.register("code", use="Python programs, tested in a sandbox", isolated=True)
+def check_sandbox(*, level: str, endpoint: str | None, **others: object) -> None:
+    """Runs a small program in the sandbox that the options name.
+
+    Raises:
+        ConfigError, MissingPackageError: it does not work here; with the reason and the other levels.
+    """
+    check_level(level, endpoint)
+
+
+@REWARDS.register(
+    "code",
+    use="Python programs, tested in a sandbox",
+    isolated=True,
+    check=check_sandbox,
+    modules=[f"grpo_lib.rewards.{each}" for each in ("code_harness", "sandbox", "sandbox_levels", "sandbox_process")],
+)
 def code(
     sample: Sample,
     *,
     level: Annotated[Level, Option(description="Of the sandbox; `limits` is weak.")] = "bubblewrap",
-    endpoint: Annotated[str | None, Option(description="Address of the sandbox, for level remote.")] = None,
+    endpoint: Annotated[
+        UrlWithoutSecrets | None, Option(description="Address of the sandbox, for level remote.")
+    ] = None,
     timeout: Annotated[
         float, Option(gt=0, description="Seconds for a start: one case of stdin_stdout, else all.")
     ] = 5.0,

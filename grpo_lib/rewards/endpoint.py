@@ -16,11 +16,15 @@ from grpo_lib.config_base import UrlWithoutSecrets
 from grpo_lib.errors import ConfigError
 from grpo_lib.rewards.chat import SHOWN, Endpoint, api_key
 from grpo_lib.rewards.registry import REWARDS
-from grpo_lib.types import RewardResult, Sample
+from grpo_lib.types import NoRewardError, RewardResult, Sample
 
 
 @REWARDS.register(
-    "judge", use="what another model says of a response", files=("prompt_file",), imports=("httpx", "tenacity")
+    "judge",
+    use="what another model says of a response",
+    files=["prompt_file"],
+    imports=["httpx", "tenacity"],
+    modules=["grpo_lib.rewards.chat"],
 )
 async def judge(
     sample: Sample,
@@ -48,7 +52,7 @@ async def judge(
     prompt_price: Annotated[float | None, Option(ge=0, description="Of a million tokens that the judge reads.")] = None,
     completion_price: Annotated[float | None, Option(ge=0, description="Of a million that it writes.")] = None,
 ) -> RewardResult:
-    """The value that the judge's answer says; an answer that says none is no reward."""
+    """The value that the judge's answer says; an answer that says none is no reward, and is paid for all the same."""
     question = filled_in(_template(prompt, prompt_file), sample)
     _check_rule(pattern, field, low, high)
     if (prompt_price is None) != (completion_price is None):
@@ -60,17 +64,19 @@ async def judge(
     body |= {name: value for name, value in options.items() if value is not None} | extra
     endpoint = Endpoint(url=url, key=api_key(api_key_variable), request_seconds=request_seconds, retries=retries)
     answer = await endpoint.ask(body)
-    components = {}
+    spent = {}
     if answer.prompt_tokens is not None and answer.completion_tokens is not None:
         read, written = float(answer.prompt_tokens), float(answer.completion_tokens)
-        components = {"judge/prompt_tokens": read, "judge/completion_tokens": written}
+        spent = {"prompt_tokens": read, "completion_tokens": written}
         if prompt_price is not None and completion_price is not None:
-            components["judge/cost"] = (read * prompt_price + written * completion_price) / 1e6
+            spent["cost"] = (read * prompt_price + written * completion_price) / 1e6
+    if answer.fault is not None:
+        raise NoRewardError(answer.fault, spent)
     try:
         value = parsed(answer.text, pattern=pattern, field=field, values=values, low=low, high=high)
     except ValueError as error:
-        raise ValueError(endpoint.safe(str(error))) from None
-    return RewardResult(value=value, components=components, text=endpoint.safe(answer.text))
+        raise NoRewardError(endpoint.safe(str(error)), spent) from None
+    return RewardResult(value=value, spent=spent, text=endpoint.safe(answer.text))
 
 
 def filled_in(template: str, sample: Sample) -> str:

@@ -1,15 +1,12 @@
 """Responses in a file of the user's, for reward functions that are being written."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.json
-import pyarrow.parquet
-
 from grpo_lib.algorithms.registry import nearest
+from grpo_lib.data.files import read_rows
 from grpo_lib.errors import DataError
 from grpo_lib.types import Sample
 
@@ -25,76 +22,93 @@ COLUMNS = {
 """What a reward function sees, and the columns it is taken from where nothing else is said."""
 NEEDED = ("response",)
 
+Row = Mapping[str, Any]
 
-def read_table(path: Path) -> pa.Table:
-    """A jsonl, Parquet or Arrow file.
+
+def rows_of(path: Path) -> list[Row]:
+    """The rows of a jsonl, Parquet or Arrow file.
 
     Raises:
-        DataError: it can't be read.
+        DataError: it can't be read, or has no rows.
     """
+    if not path.is_file():
+        raise DataError(f"there is no file {path}")
     try:
-        if path.suffix in (".jsonl", ".json"):
-            return pyarrow.json.read_json(path)
-        if path.suffix == ".parquet":
-            return pyarrow.parquet.read_table(path)
-        if path.suffix in (".arrow", ".feather"):
-            with pa.memory_map(str(path)) as file:
-                return pa.ipc.open_file(file).read_all()
-    except (pa.ArrowException, OSError) as error:
+        rows: list[Row] = [*read_rows(str(path), path.read_bytes())]
+    except OSError as error:
         raise DataError(f"can't read {path}: {error}") from error
-    raise DataError(f"{path}: name a file that ends in .jsonl, .parquet or .arrow")
+    if not rows:
+        raise DataError(f"{path} has no rows")
+    return rows
 
 
-def samples_in(table: pa.Table, columns: Mapping[str, str]) -> list[Sample]:
-    """A sample for each row; what is no known column is metadata.
+def chosen_columns(rows: Sequence[Row], given: Mapping[str, str]) -> dict[str, str]:
+    """The column that each thing a reward function sees is taken from; what is not there has none.
 
     Args:
-        columns: names of columns by what they are taken for, e.g. ``{"response": "completion"}``.
+        given: some of them, e.g. ``{"response": "completion"}``; these are taken for nothing else unasked.
 
     Raises:
-        DataError: a column is not there.
+        DataError: there is no such thing or column.
     """
-    there = set(table.column_names)
+    there = dict.fromkeys(name for row in rows for name in row)
+    for name, column in given.items():
+        if name not in COLUMNS:
+            raise DataError(f"no column is needed for {name!r}; {nearest(name, COLUMNS)}")
+        if column not in there:
+            raise DataError(f"there is no column {column!r} for the {name}; {nearest(column, there)}")
+    free = [name for name in there if name not in given.values()]
     chosen: dict[str, str] = {}
     for name, usual in COLUMNS.items():
-        given = columns.get(name)
-        if given is not None and given not in there:
-            raise DataError(f"there is no column {given!r}; {nearest(given, table.column_names)}")
-        found = given or next((each for each in usual if each in there), None)
+        found = given.get(name) or next((each for each in usual if each in free), None)
+        if name == "response_tokens" and found is not None and not all(_is_count(row.get(found)) for row in rows):
+            if name in given:
+                raise DataError(f"the column {found!r} for the response_tokens must hold whole numbers")
+            found = None  # the tokens themselves, perhaps
         if found is not None:
             chosen[name] = found
         elif name in NEEDED:
             raise DataError(
-                f"no column holds the responses ({', '.join(usual)}); there are {', '.join(table.column_names)}: "
+                f"no column holds the responses ({', '.join(usual)}); there are {', '.join(there)}: "
                 f"name it with --column {name}=..."
             )
-    values = {name: table.column(column).to_pylist() for name, column in chosen.items()}
-    others = [name for name in table.column_names if name not in chosen.values()]
-    metadata = table.select(others).to_pylist() if others else [{}] * table.num_rows
+    return chosen
 
-    def text(name: str, row: int) -> str:
-        value = values[name][row] if name in values else None
-        if value is None:
-            return ""
-        return value if isinstance(value, str) else json.dumps(value)
+
+def samples_in(rows: Sequence[Row], chosen: Mapping[str, str]) -> list[Sample]:
+    """A sample for each row; all columns that are not ``chosen`` are metadata."""
+    others = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in chosen.values()]
+
+    def text(row: Row, name: str) -> str:
+        value = row.get(chosen[name]) if name in chosen else None
+        if value is None or isinstance(value, str):
+            return value or ""
+        return json.dumps(value, default=str) if isinstance(value, dict | list | bool) else str(value)
 
     return [
         Sample(
-            prompt=text("prompt", row),
-            response=text("response", row),
-            reference=text("reference", row),
-            data_source=text("data_source", row) or "file",
-            response_tokens=_count(values, row),
-            finish_reason=text("finish_reason", row) or "stop",
-            prompt_id=text("prompt_id", row) or str(row),
-            metadata=metadata[row],
+            prompt=text(row, "prompt"),
+            response=text(row, "response"),
+            reference=text(row, "reference"),
+            data_source=text(row, "data_source") or "file",
+            response_tokens=_count(row, chosen),
+            finish_reason=text(row, "finish_reason") or "stop",
+            prompt_id=text(row, "prompt_id") or str(place),
+            metadata={name: row.get(name) for name in others},
         )
-        for row in range(table.num_rows)
+        for place, row in enumerate(rows)
     ]
 
 
-def _count(values: Mapping[str, list[Any]], row: int) -> int:
+def _is_count(value: object) -> bool:
+    if isinstance(value, float):
+        return value != value or (value >= 0 and value.is_integer())
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+
+
+def _count(row: Row, chosen: Mapping[str, str]) -> int:
     """Tokens of a response; words, where nobody counted tokens."""
-    if "response_tokens" in values and values["response_tokens"][row] is not None:
-        return int(values["response_tokens"][row])
-    return len(str(values["response"][row] or "").split())
+    value = row.get(chosen["response_tokens"]) if "response_tokens" in chosen else None
+    if value is None or value != value:  # NaN: pandas has no other null for numbers
+        return len(str(row.get(chosen["response"]) or "").split())
+    return int(value)

@@ -1,84 +1,60 @@
-"""What runs in a process of judges: a reward function on samples that come as JSON, and never more than that.
+"""What runs in a process of judges: a reward function on the samples that it is sent, and never more than that.
 
-    first line in       what to run: see `Order`
-    further lines in    a list of samples each
-    lines out           {"ready": true}, {"beat": true}, {"done": place in the list, "verdict": [result, reason]}
-
-What the function prints goes where the parent reads it, apart from these. It may hang, crash, or take all memory: then
-this process ends, and the parent knows which sample it was.
+What the function prints goes where the parent reads it, apart from verdicts. It may hang, crash, or take all memory:
+then this process ends, and the parent knows which sample it was, because a verdict is written before the next sample.
 """
 
 import asyncio
+import gc
 import importlib
-import inspect
 import json
 import os
 import resource
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import IO, Any
+from typing import Any
 
-from grpo_lib.rewards.verdicts import as_values, reason_of, verdict_of
+from grpo_lib.rewards.judge_time import Alarm, Seat, TookTooLongError
+from grpo_lib.rewards.judge_wire import Ears, Mouth, Order
+from grpo_lib.rewards.pace import PACE, Pace
+from grpo_lib.rewards.verdicts import Verdict, each_verdict, failed, verdict_of
 from grpo_lib.types import Sample
 
 BEAT_SECONDS = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """What a process is to run."""
-
-    place: str
-    """`Judge.place`."""
-    kind: str
-    options: dict[str, Any]
-    plugins: list[str]
-    folder: str
-    """Working folder."""
-    timeout_seconds: float
-    concurrency: int
-    rate: float | None
-    memory_bytes: int
-
-    def line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-
-class TookTooLongError(Exception):
-    """A sample was not judged in time."""
+COLLECTED = 50_000
+"""New objects after which Python looks for garbage: samples come by the thousand, and are none."""
 
 
 def main() -> None:
     """The body of the process; its pipes are its standard input and the number in its arguments."""
-    given, out = os.fdopen(os.dup(0), "rb"), os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    ears, mouth = Ears(os.fdopen(os.dup(0), "rb")), Mouth(int(sys.argv[1]))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    order = Order(**json.loads(given.readline()))
+    order = Order(**json.loads(ears.given.readline()))
     os.chdir(order.folder)
-    function = partial(_function(order), **order.options)
+    function = _function(order)
     resource.setrlimit(resource.RLIMIT_AS, (order.memory_bytes, order.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _say(out, ready=True)
-    for line in given:
-        samples = [Sample(**each) for each in json.loads(line)]
+    gc.freeze()
+    gc.set_threshold(COLLECTED)
+    mouth.say()
+    while not ears.closed:
         if order.kind == "sample":
-            _one_by_one(function, samples, order, out)
+            _one_by_one(function, ears, mouth, order)
         elif order.kind == "samples":
-            _all_at_once(function, samples, order, out)
+            _all_at_once(function, ears, mouth, order)
         else:
-            asyncio.run(_side_by_side(function, samples, order, out))
+            asyncio.run(_side_by_side(function, ears, mouth, order))
 
 
 def _function(order: Order) -> Any:
+    """With its options set."""
     from grpo_lib.plugins import load_function, load_plugins
 
     place, _, name = order.place.partition(":")
     if place != "registry":
-        return load_function(order.place, "reward.functions")
+        return partial(load_function(order.place, "reward.functions"), **order.options)
     from grpo_lib.rewards.judges import BUILT_IN
     from grpo_lib.rewards.registry import REWARDS
 
@@ -87,123 +63,81 @@ def _function(order: Order) -> Any:
     load_plugins(order.plugins)
     for package in REWARDS[name].traits.get("imports", ()):  # type: ignore[attr-defined]
         importlib.import_module(package)  # now, and not within the first sample's time
-    return REWARDS[name].function
+    return REWARDS[name].bind(order.options, "kwargs")
 
 
-def _one_by_one(function: Any, samples: list[Sample], order: Order, out: IO[str]) -> None:
-    for place, sample in enumerate(samples):
+def _one_by_one(function: Any, ears: Ears, mouth: Mouth, order: Order) -> None:
+    alarm = Alarm(order.timeout_seconds)
+    for number, sample in ears.samples(alarm.install):
         try:
-            with _alarm(order.timeout_seconds):
+            with alarm:
                 result: Any = function(sample)
-            verdict = verdict_of(result, len(sample.response_ids), len(sample.response))
-        except Exception as error:
-            verdict = (None, reason_of(error))
-        _say(out, done=place, verdict=as_values(verdict))
+            verdict: Verdict = verdict_of(result, len(sample.response_ids), len(sample.response))
+        except (Exception, TookTooLongError) as error:
+            verdict = failed(error)
+        mouth.judged(number, verdict)
 
 
-def _all_at_once(function: Any, samples: list[Sample], order: Order, out: IO[str]) -> None:
-    try:
-        with _alarm(order.timeout_seconds):
-            results = function(samples)
-        verdicts = _each(results, samples)
-    except Exception as error:
-        verdicts = [(None, reason_of(error))] * len(samples)
-    for place, verdict in enumerate(verdicts):
-        _say(out, done=place, verdict=as_values(verdict))
-
-
-async def _side_by_side(function: Any, samples: list[Sample], order: Order, out: IO[str]) -> None:
-    places, pace = asyncio.Semaphore(order.concurrency), _Pace(order.rate)
-
-    async def judge(place: int, sample: Sample) -> None:
-        async with places:
-            await pace.turn()
-            try:
-                async with asyncio.timeout(order.timeout_seconds):
-                    result = await function(sample)
-                verdict = verdict_of(result, len(sample.response_ids), len(sample.response))
-            except TimeoutError as error:
-                heard = "; ".join(getattr(error.__cause__, "__notes__", []))
-                verdict = (None, reason_of(_too_long(order.timeout_seconds, heard)))
-            except Exception as error:
-                verdict = (None, reason_of(error))
-            _say(out, done=place, verdict=as_values(verdict))
-
-    async def judge_all() -> None:
+def _all_at_once(function: Any, ears: Ears, mouth: Mouth, order: Order) -> None:
+    alarm = Alarm(order.timeout_seconds)
+    for first, samples in ears.frames():
+        mouth.say()
+        alarm.install()
         try:
-            async with asyncio.timeout(order.timeout_seconds):
-                verdicts = _each(await function(samples), samples)
-        except TimeoutError:
-            verdicts = [(None, reason_of(_too_long(order.timeout_seconds)))] * len(samples)
-        except Exception as error:
-            verdicts = [(None, reason_of(error))] * len(samples)
-        for place, verdict in enumerate(verdicts):
-            _say(out, done=place, verdict=as_values(verdict))
+            with alarm:
+                results = function(samples)
+            verdicts = each_verdict(results, samples)
+        except (Exception, TookTooLongError) as error:
+            verdicts = [failed(error) for _ in samples]
+        for number, verdict in enumerate(verdicts, first):
+            mouth.judged(number, verdict)
 
-    async def beat() -> None:
-        while True:
-            _say(out, beat=True)
-            await asyncio.sleep(BEAT_SECONDS)
 
-    beating = asyncio.create_task(beat())
-    if order.kind == "async samples":
-        await judge_all()
+async def _side_by_side(function: Any, ears: Ears, mouth: Mouth, order: Order) -> None:
+    """A round of an async function, of a sample or of all."""
+    PACE.set(Pace(order.rate))
+    if order.kind == "async sample":
+        coming = ears.samples()
+        seats = [Seat(order.timeout_seconds) for _ in range(order.concurrency)]
+        judging = [asyncio.create_task(_judge(function, coming, mouth, seat)) for seat in seats]
     else:
-        await asyncio.gather(*(judge(place, sample) for place, sample in enumerate(samples)))
-    beating.cancel()
+        seats = [Seat(order.timeout_seconds)]
+        judging = [asyncio.create_task(_judge_all(function, ears, mouth, seats[0]))]
+    watching = asyncio.create_task(_watch(seats, mouth, min(BEAT_SECONDS, order.timeout_seconds / 10)))
+    await asyncio.gather(*judging)
+    watching.cancel()
 
 
-class _Pace:
-    """At most ``rate`` turns a second, evenly."""
-
-    def __init__(self, rate: float | None) -> None:
-        self._gap = 0.0 if rate is None else 1 / rate
-        self._next = 0.0
-
-    async def turn(self) -> None:
-        if not self._gap:
-            return
+async def _watch(seats: Sequence[Seat], mouth: Mouth, every: float) -> None:
+    while True:
+        mouth.say()
         now = time.monotonic()
-        self._next = max(now, self._next + self._gap)
-        await asyncio.sleep(self._next - now)
+        for seat in seats:
+            seat.look(now)
+        await asyncio.sleep(every)
 
 
-def _each(results: Any, samples: list[Sample]) -> list[Any]:
-    if inspect.isawaitable(results) or not hasattr(results, "__len__") or isinstance(results, str | bytes | dict):
-        raise TypeError(f"must give a list with an entry for each sample, found {type(results).__name__}")
-    if len(results) != len(samples):
-        raise ValueError(f"gave {len(results)} rewards for {len(samples)} samples")
-    verdicts = []
-    for result, sample in zip(results, samples, strict=True):
+async def _judge(function: Any, coming: Iterator[tuple[int, Sample]], mouth: Mouth, seat: Seat) -> None:
+    pace = PACE.get()
+    for number, sample in coming:  # shared: each sample comes to one of those who wait for it
+        if pace.bounded:
+            await pace.turn()
         try:
-            verdicts.append(verdict_of(result, len(sample.response_ids), len(sample.response)))
-        except Exception as error:
-            verdicts.append((None, reason_of(error)))
-    return verdicts
+            result = await seat.result(function(sample))
+            verdict: Verdict = verdict_of(result, len(sample.response_ids), len(sample.response))
+        except (Exception, TookTooLongError) as error:
+            verdict = failed(error)
+        mouth.judged(number, verdict)
 
 
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Raises TookTooLongError in this thread; the parent ends what does not let itself be interrupted."""
-
-    def ring(number: int, frame: Any) -> None:
-        raise _too_long(seconds)
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _too_long(seconds: float, heard: str = "") -> TookTooLongError:
-    return TookTooLongError(f"took longer than reward.timeout_seconds={seconds:g}" + (f": {heard}" if heard else ""))
-
-
-def _say(out: IO[str], **values: Any) -> None:
-    out.write(json.dumps(values) + "\n")
+async def _judge_all(function: Any, ears: Ears, mouth: Mouth, seat: Seat) -> None:
+    for first, samples in ears.frames():
+        try:
+            verdicts = each_verdict(await seat.result(function(samples)), samples)
+        except (Exception, TookTooLongError) as error:
+            verdicts = [failed(error) for _ in samples]
+        for number, verdict in enumerate(verdicts, first):
+            mouth.judged(number, verdict)
 
 
 if __name__ == "__main__":

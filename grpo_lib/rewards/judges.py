@@ -2,21 +2,23 @@
 
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import JsonValue
 
 from grpo_lib.config_reward import RewardConfig, RewardFunctionConfig
-from grpo_lib.errors import ConfigError
+from grpo_lib.errors import ConfigError, GrpoError
 from grpo_lib.plugins import load_function, load_plugins
 from grpo_lib.rewards.registry import REWARDS
 from grpo_lib.types import Problem, RewardFunction
+from grpo_lib.urls import shown
 
 Kind = Literal["sample", "samples", "async sample", "async samples"]
 BUILT_IN = (
@@ -52,6 +54,8 @@ class Judge:
     """It runs in a process of its own: what the user wrote, and what may hang on a response."""
     digest: str
     """Of what it computes: its source and its options."""
+    check: Callable[[], None] | None = None
+    """Raises a ``GrpoError`` if it can't work on this machine."""
 
     def judges(self, data_source: str) -> bool:
         """Whether it is asked about responses to prompts of that source."""
@@ -100,28 +104,53 @@ def reward_digests(config: Any) -> dict[str, str]:
     return {f"reward/{place}/{each.name}": each.digest for place, each in enumerate(judges)}
 
 
+def check_machine(reward: Reward) -> None:
+    """What the functions need of this machine is there; no sample is judged for that.
+
+    Raises:
+        GrpoError: it is not; with the function and the remedy.
+    """
+    for place, judge in enumerate(reward.judges):
+        try:
+            if judge.check is not None:
+                judge.check()
+        except GrpoError as error:
+            raise type(error)(f"reward.functions[{place}] ({judge.name}): {error}") from None
+
+
+def load_built_in() -> None:
+    """Enters this package's functions into the registry."""
+    for module in BUILT_IN:
+        importlib.import_module(module)
+
+
 def make_judges(functions: Sequence[RewardFunctionConfig], plugins: Sequence[str]) -> list[Judge]:
     """The functions that the configuration names.
 
     Raises:
         ConfigError: there is no such file, function or option, or it can't be called with one sample.
     """
-    for module in BUILT_IN:
-        importlib.import_module(module)
+    load_built_in()
     load_plugins(plugins)
     return [_judge(each, f"reward.functions[{place}]") for place, each in enumerate(functions)]
 
 
 def _judge(config: RewardFunctionConfig, origin: str) -> Judge:
+    check = None
     if config.path is None:
         entry = REWARDS[config.name]
-        bound = entry.bind(config.kwargs, f"{origin}.kwargs")
+        traits: Mapping[str, Any] = entry.traits
+        bound: Any = entry.bind(config.kwargs, f"{origin}.kwargs")
         own = bool(entry.source)
-        function, isolated = entry.function, own or bool(entry.traits.get("isolated"))
+        function, isolated = entry.function, own or bool(traits.get("isolated"))
         place = f"registry:{config.name}"
         source = next(iter(entry.source.values()))[1] if own else _file_digest(function)
-        for option in entry.traits.get("files", ()):  # type: ignore[attr-defined]
+        for module in traits.get("modules", ()):
+            source += _module_digest(module)
+        for option in traits.get("files", ()):
             source += _content_digest(config.kwargs.get(option))
+        if "check" in traits:
+            check = partial(traits["check"], **bound.keywords)
     else:
         place = f"{config.path}:{config.name}"
         function = load_function(place, origin)
@@ -139,6 +168,7 @@ def _judge(config: RewardFunctionConfig, origin: str) -> Judge:
         options=config.kwargs,
         isolated=isolated,
         digest=hashlib.sha256(text.encode()).hexdigest(),
+        check=check,
     )
 
 
@@ -162,7 +192,7 @@ def kind_of(function: Callable[..., Any], place: str, options: Mapping[str, Any]
         signature.bind(None, **options)
     except TypeError as error:
         raise ConfigError(
-            f"{origin}: {place}{signature} can't be called with kwargs={dict(options)}: {error}"
+            f"{origin}: {place}{signature} can't be called with kwargs={shown(dict(options))}: {error}"
         ) from None
     is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
     if first == "sample":
@@ -178,9 +208,23 @@ def _content_digest(path: object) -> str:
     digest = hashlib.sha256()
     for each in [place] if place.is_file() else sorted(place.glob("*.*")):
         if each.is_file():
-            with each.open("rb") as file:
-                digest.update(f"{each.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            now = each.stat()
+            digest.update(f"{each.name} {_known_digest(each, now.st_size, now.st_mtime_ns)}\n".encode())
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=1024)
+def _known_digest(path: Path, size: int, changed: int) -> str:
+    """It is asked for in every iteration, and may be gigabytes of a reward model."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _module_digest(name: str) -> str:
+    spec = importlib.util.find_spec(name)  # found, not imported: torch would take seconds
+    assert spec is not None, name
+    assert spec.origin is not None, name
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
 
 
 def _file_digest(function: Callable[..., Any]) -> str:

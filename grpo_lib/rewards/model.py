@@ -24,7 +24,12 @@ AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
 """What the value is, of the scores of steps."""
 
 
-@REWARDS.register("model", use="a trained reward model, of responses or of steps", files=("path",))
+@REWARDS.register(
+    "model",
+    use="a trained reward model, of responses or of steps",
+    files=["path"],
+    modules=["grpo_lib.rewards.classifier"],
+)
 def model(
     samples: Sequence[Sample],
     *,

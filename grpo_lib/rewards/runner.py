@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from grpo_lib.errors import RewardError
 from grpo_lib.rewards.judge_pool import JudgePool
 from grpo_lib.rewards.judges import Judge, Reward
-from grpo_lib.rewards.verdicts import Verdict, reason_of, verdict_of
-from grpo_lib.types import CORRECT, RewardResult, Sample
+from grpo_lib.rewards.verdicts import NoReward, Verdict, each_verdict, failed, verdict_of
+from grpo_lib.types import CORRECT, Sample
 
 SHOWN_CHARS = 160
 NOT_JUDGED = "not judged: too many rewards had failed by then"
@@ -28,7 +28,7 @@ class Scores:
     reasons: list[str | None]
     """Why a value is null (at most 200 characters); null where there is a value."""
     components: dict[str, list[float | None]]
-    """Named parts of the reward; null where a sample has no such part."""
+    """Named parts of the reward; null where a sample has none. What was spent is there without a reward, too."""
     answers: list[str | None]
     """What the sample answers; null where the reward function does not say."""
     judged: list[bool]
@@ -54,14 +54,12 @@ def score(
     progress = _Progress(len(reward.judges), on_progress)
     allowed = reward.settings.max_failed * len(asked)
     for judge in reward.judges:
-        mine = [place for place in asked if judge.judges(samples[place].data_source)]
+        fresh = [place for place in asked if judge.judges(samples[place].data_source)]
         found = verdicts.setdefault(judge.name, [None] * len(samples))
-        fresh = mine
         if known:
-            before = [known.get((judge.digest, digest_of(samples[place]))) for place in mine]
-            for place, verdict in zip(mine, before, strict=True):
-                found[place] = verdict
-            fresh = [place for place in mine if found[place] is None]
+            for place in fresh:
+                found[place] = known.get((judge.digest, digest_of(samples[place])))
+            fresh = [place for place in fresh if found[place] is None]
         progress.more(len(samples) - len(fresh))
         made = _judged([samples[place] for place in fresh], judge, reward, allowed, progress.one)
         for place, verdict in zip(fresh, made, strict=True):
@@ -80,13 +78,18 @@ def check_failures(scores: Scores, max_failed: float, samples: Sequence[Sample] 
     total, failed = sum(scores.judged), len(reasons)
     if failed <= max_failed * total:
         return
+    counts = Counter(reasons)
+    waiting = counts.pop(NOT_JUDGED, 0)
     commonest = [
         f"{count} x {reason} ({_shown(scores.reasons.index(reason), samples)})"
-        for reason, count in Counter(reasons).most_common(3)
+        for reason, count in counts.most_common(3)
     ]
+    after = f" and {waiting} were not judged any more" if waiting else ""
+    fraction = (failed - waiting) / total
     raise RewardError(
-        f"{failed} of {total} rewards failed ({failed / total:.1%}), reward.max_failed={max_failed:g} allows "
-        f"{max_failed:.1%}: {'; '.join(commonest)}. Fix the reward function, or raise reward.max_failed"
+        f"{failed - waiting} of {total} rewards failed ({fraction:.1%}){after}, "
+        f"reward.max_failed={max_failed:g} allows {max_failed:.1%}: {'; '.join(commonest)}. "
+        "Fix the reward function, or raise reward.max_failed"
     )
 
 
@@ -102,9 +105,7 @@ class _Progress:
 
     def __init__(self, functions: int, told: Callable[[int], None] | None) -> None:
         self._functions, self._told, self._done = max(1, functions), told, 0
-
-    def one(self) -> None:
-        self.more(1)
+        self.one = (lambda: self.more(1)) if told is not None else (lambda: None)
 
     def more(self, count: int) -> None:
         self._done += count
@@ -124,36 +125,26 @@ def _judged(
     if judge.isolated or judge.kind.startswith("async"):
         settings = reward.settings
         pool = JudgePool(judge, settings.runner, settings.timeout_seconds, reward.plugins, stop_after=allowed)
-        return [verdict or (None, NOT_JUDGED) for verdict in pool.judge(samples, done)]
+        return [verdict or NoReward(NOT_JUDGED) for verdict in pool.judge(samples, done)]
     if judge.kind == "samples":
         return _all_at_once(samples, judge, done)
-    verdicts = []
+    verdicts: list[Verdict] = []
+    function = judge.function
     for sample in samples:
-        verdicts.append(_one(sample, judge))
+        try:
+            verdicts.append(verdict_of(function(sample), len(sample.response_ids), len(sample.response)))
+        except Exception as error:
+            verdicts.append(failed(error))
         done()
     return verdicts
 
 
-def _one(sample: Sample, judge: Judge) -> Verdict:
-    try:
-        return verdict_of(judge.function(sample), len(sample.response_ids), len(sample.response))
-    except Exception as error:
-        return None, reason_of(error)
-
-
 def _all_at_once(samples: Sequence[Sample], judge: Judge, done: Callable[[], None]) -> list[Verdict]:
     try:
-        results = list(judge.function(samples))
-        if len(results) != len(samples):
-            raise ValueError(f"gave {len(results)} rewards for {len(samples)} samples")
+        verdicts = each_verdict(judge.function(samples), samples)
     except Exception as error:
-        return [(None, reason_of(error))] * len(samples)
-    verdicts: list[Verdict] = []
-    for result, sample in zip(results, samples, strict=True):
-        try:
-            verdicts.append(verdict_of(result, len(sample.response_ids), len(sample.response)))
-        except Exception as error:
-            verdicts.append((None, reason_of(error)))
+        verdicts = [failed(error) for _ in samples]
+    for _ in samples:
         done()
     return verdicts
 
@@ -161,46 +152,69 @@ def _all_at_once(samples: Sequence[Sample], judge: Judge, done: Callable[[], Non
 def _added_up(samples: Sequence[Sample], judges: Sequence[Judge], verdicts: dict[str, list[Verdict | None]]) -> Scores:
     """The weighted sum over the functions; with several each one's value and parts are components by its name."""
     alone = len({judge.name for judge in judges}) == 1
-    values: list[float | None] = []
-    reasons: list[str | None] = []
-    parts: list[dict[str, float]] = []
-    answers: list[str | None] = []
+    count = len(samples)
+    totals, asked = [0.0] * count, [False] * count
+    reasons = [sample.failure for sample in samples]
+    answers: list[str | None] = [None] * count
+    parts, spent = _Columns(count), _Columns(count)
+    for judge in judges:
+        prefix = "" if alone else f"{judge.name}/"
+        for place, verdict in enumerate(verdicts[judge.name]):
+            if verdict is None or not judge.judges(samples[place].data_source):
+                continue
+            asked[place] = True
+            if verdict.spent:
+                spent.put(place, verdict.spent, prefix)
+            if isinstance(verdict, NoReward):
+                reasons[place] = reasons[place] or (verdict.reason if alone else f"{judge.name}: {verdict.reason}")
+                continue
+            totals[place] += judge.weight * verdict.value
+            if answers[place] is None:
+                answers[place] = verdict.answer
+            if not alone:
+                first = CORRECT in verdict.components and not parts.has(place, CORRECT)
+                own = {CORRECT: verdict.components[CORRECT]} if first else {}
+                parts.put(place, {judge.name: verdict.value} | own)
+            parts.put(place, verdict.components, prefix)
     for place, sample in enumerate(samples):
-        total, answer, reason, components = 0.0, None, sample.failure, dict[str, float]()
-        theirs = [(judge, verdicts[judge.name][place]) for judge in judges if judge.judges(sample.data_source)]
-        if reason is None and not theirs:
-            reason = f"no reward function judges data_source {sample.data_source!r}"
-        for judge, verdict in theirs if reason is None else ():
-            assert verdict is not None
-            result, why = verdict
-            if result is None:
-                reason = why if alone else f"{judge.name}: {why}"
-                break
-            total += judge.weight * result.value
-            answer = answer if result.answer is None else result.answer
-            components |= _parts(judge.name, result, alone, components)
-        values.append(total if reason is None else None)
-        reasons.append(reason)
-        parts.append(components if reason is None else {})
-        answers.append(answer if reason is None else None)
-    names = dict.fromkeys(name for components in parts for name in components)
+        if not asked[place] and reasons[place] is None:
+            reasons[place] = f"no reward function judges data_source {sample.data_source!r}"
+    lost = [place for place, reason in enumerate(reasons) if reason is not None]
+    for place in lost:
+        answers[place] = None
     return Scores(
-        values=values,
+        values=[value if reason is None else None for value, reason in zip(totals, reasons, strict=True)],
         reasons=reasons,
-        components={name: [components.get(name) for components in parts] for name in names},
+        components=parts.without(lost) | spent.lists,
         answers=answers,
         judged=[sample.failure is None for sample in samples],
         verdicts=verdicts,
     )
 
 
-def _parts(name: str, result: RewardResult, alone: bool, before: Mapping[str, float]) -> dict[str, float]:
-    if alone:
-        return dict(result.components)
-    named = {name: result.value} | {f"{name}/{part}": value for part, value in result.components.items()}
-    if CORRECT in result.components and CORRECT not in before:
-        named[CORRECT] = result.components[CORRECT]
-    return named
+class _Columns:
+    """Numbers by name, a list with an entry for each sample."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.lists: dict[str, list[float | None]] = {}
+
+    def put(self, place: int, numbers: Mapping[str, float], prefix: str = "") -> None:
+        for name, number in numbers.items():
+            name = prefix + name
+            if name not in self.lists:
+                self.lists[name] = [None] * self._count
+            self.lists[name][place] = number
+
+    def has(self, place: int, name: str) -> bool:
+        return name in self.lists and self.lists[name][place] is not None
+
+    def without(self, places: Sequence[int]) -> dict[str, list[float | None]]:
+        """Nothing at these places, and no list that has nothing else."""
+        for column in self.lists.values():
+            for place in places:
+                column[place] = None
+        return {name: column for name, column in self.lists.items() if any(each is not None for each in column)}
 
 
 def _shown(place: int, samples: Sequence[Sample]) -> str:

@@ -23,6 +23,7 @@ import httpx
 from grpo_lib.errors import ConfigError, RewardError
 from grpo_lib.rewards.sandbox_levels import STRONG, check_name, command
 from grpo_lib.rewards.sandbox_process import Talk, Why, end
+from grpo_lib.urls import without_secrets
 
 REMOTE_GRACE_SECONDS = 30.0
 """A remote sandbox has so long beyond the program's time."""
@@ -135,7 +136,7 @@ def check_level(level: str, endpoint: str | None = None) -> None:
     Raises:
         ConfigError, MissingPackageError: the level does not work on this machine; with the reason and the others.
     """
-    others = "levels: bubblewrap, namespaces, limits (weak), remote (a service of yours)"
+    others = "levels: bubblewrap (apt-get install bubblewrap), namespaces, limits (weak), remote (a service of yours)"
     try:
         ran = run(TRIAL, "works", level=level, limits=Limits(wall_seconds=20.0), endpoint=endpoint)
     except RewardError as error:
@@ -168,4 +169,5 @@ def _run_there(program: str, stdin: str, limits: Limits, endpoint: str | None) -
             why=said["reason"], seconds=time.monotonic() - began,
         )  # fmt: skip
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise RewardError(f"the sandbox at {endpoint} failed: {type(error).__name__}: {error}") from error
+        said = without_secrets(f"the sandbox at {endpoint} failed: {type(error).__name__}: {error}")
+        raise RewardError(said) from None

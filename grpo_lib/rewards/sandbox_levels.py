@@ -84,7 +84,7 @@ def command(level: str, file: int, cpu_seconds: int, memory: int, processes: int
     folder = "/tmp" if level in STRONG else "."
     # RLIMIT_NPROC counts what the user runs elsewhere too, where the program has no user of its own
     bounds = [file, cpu_seconds, memory, processes if level in STRONG else -1, disk]
-    python = [_python(), "-s", "-P", "-B", "-c", BOOT, folder, *map(str, bounds)]
+    python = [own_python(), "-s", "-P", "-B", "-c", BOOT, folder, *map(str, bounds)]
     if level == "limits":
         setpriv = shutil.which("setpriv")
         return [setpriv, "--pdeathsig", "KILL", "--", *python] if setpriv else python
@@ -206,7 +206,8 @@ def _prefix() -> str:
     return os.path.realpath(sys.base_prefix)
 
 
-def _python() -> str:
+def own_python() -> str:
+    """The interpreter that programs run in: this one, without its environment's packages."""
     return f"{_prefix()}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
 
 

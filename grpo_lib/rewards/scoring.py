@@ -12,8 +12,8 @@ from grpo_lib.data.columns import flat_column, ragged_column
 from grpo_lib.data.schemas import REWARD_EXTRAS, REWARDS
 from grpo_lib.rewards.judges import Reward
 from grpo_lib.rewards.runner import Scores, digest_of, score
-from grpo_lib.rewards.verdicts import Verdict, as_values, from_values
-from grpo_lib.types import Sample
+from grpo_lib.rewards.verdicts import NoReward, Verdict
+from grpo_lib.types import RewardResult, Sample
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to the text that reward functions see."""
@@ -73,7 +73,7 @@ def reward_table(
 
     Args:
         known: what was judged before, see `judged_before`.
-        decode: needed where a function scores steps.
+        decode: finds the tokens that scores of steps belong to; without it there is no column ``token_scores``.
     """
     samples = samples_of(prompts, rollouts)
     scores = score(samples, reward, on_progress, known)
@@ -89,6 +89,7 @@ def reward_table(
     }
     if reward.settings.functions:
         columns["verdicts"] = _verdict_column(samples, reward, scores)
+    if reward.settings.functions and decode is not None:
         columns["token_scores"] = _token_scores(samples, reward, scores, decode)
     extras = [field for field in REWARD_EXTRAS if field.name in columns]
     return pa.table(columns, schema=pa.schema([*REWARDS, *extras])), scores
@@ -104,7 +105,7 @@ def judged_before(tables: Iterable[pa.Table]) -> dict[tuple[str, str], Verdict]:
         names = ("function", "sample", "result")
         for function, sample, result in zip(*(pc.struct_field(rows, each).to_pylist() for each in names), strict=True):
             if result is not None:
-                known[function, sample] = from_values([json.loads(result), None])
+                known[function, sample] = RewardResult(**json.loads(result))
     return known
 
 
@@ -148,39 +149,39 @@ def _verdict_column(samples: Sequence[Sample], reward: Reward, scores: Scores) -
             verdict = scores.verdicts[judge.name][place] if judge.judges(sample.data_source) else None
             if verdict is None:
                 continue
-            result, reason = verdict
+            result = None if isinstance(verdict, NoReward) else verdict
             theirs.append(
                 {
                     "name": judge.name,
                     "function": judge.digest,
                     "sample": digests[place],
                     "value": None if result is None else result.value,
-                    "reason": reason,
+                    "reason": verdict.reason if isinstance(verdict, NoReward) else None,
                     "text": None if result is None else result.text,
-                    "result": None if result is None else json.dumps(as_values(verdict)[0]),
+                    "result": None if result is None else json.dumps(vars(result)),
                 }
             )
         rows.append(theirs)
     return pa.array(rows, type=REWARD_EXTRAS.field("verdicts").type)
 
 
-def _token_scores(samples: Sequence[Sample], reward: Reward, scores: Scores, decode: Decode | None) -> pa.Array:
+def _token_scores(samples: Sequence[Sample], reward: Reward, scores: Scores, decode: Decode) -> pa.Array:
     """Of all functions together, weighted; NaN where a token has none."""
     offsets = np.concatenate([[0], np.cumsum([sample.response_tokens for sample in samples])]).astype(np.int32)
     values = np.full(int(offsets[-1]), np.nan, dtype=np.float32)
     for judge in reward.judges:
         for place, verdict in enumerate(scores.verdicts[judge.name]):
-            result = None if verdict is None or scores.values[place] is None else verdict[0]
-            if result is None or not judge.judges(samples[place].data_source):
+            if not isinstance(verdict, RewardResult) or scores.values[place] is None:
+                continue
+            if not judge.judges(samples[place].data_source):
                 continue
             row = values[offsets[place] : offsets[place + 1]]
-            if result.token_scores is not None:
-                row[:] = np.nan_to_num(row) + judge.weight * np.asarray(result.token_scores)
-            elif result.step_scores is not None:
-                assert decode is not None, "steps need the tokenizer"
-                sample, ends = samples[place], [end for end, _ in result.step_scores]
+            if verdict.token_scores is not None:
+                row[:] = np.nan_to_num(row) + judge.weight * np.asarray(verdict.token_scores)
+            elif verdict.step_scores is not None:
+                sample, ends = samples[place], [end for end, _ in verdict.step_scores]
                 tokens = step_tokens(list(sample.response_ids), sample.response, ends, decode)
-                for token, (_, value) in zip(tokens, result.step_scores, strict=True):
+                for token, (_, value) in zip(tokens, verdict.step_scores, strict=True):
                     row[token] = np.nan_to_num(row[token]) + judge.weight * value
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 

@@ -14,6 +14,8 @@ import torch
 from algorithms import algorithms
 from generation import generation
 from head import head
+from rewards import rewards
+from sandbox import sandbox
 from trainer import trainer
 
 from grpo_lib.config import StoreConfig
@@ -69,6 +71,8 @@ def main() -> None:
     trainer()
     head()
     algorithms()
+    rewards()
+    sandbox()
     print("seconds an iteration outside stage bodies: `make demo`, then `grpo show RUN`")
 
 

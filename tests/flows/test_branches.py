@@ -280,7 +280,7 @@ def test_data_that_would_come_out_differently_today_is_not_shared_silently(
 
     spec = tasks.reward.REWARD
     monkeypatch.setattr(tasks.reward.reward, "spec", type(spec)(name=spec.name, version=9, reads=spec.reads))
-    with pytest.raises(NotFoundError, match=r"reward of iteration 0 can't be shared.*stage version: 1 -> 9"):
+    with pytest.raises(NotFoundError, match=r"reward of iteration 0 can't be shared.*stage version: 2 -> 9"):
         planned(config, 1, "update")
     # Even by hand: a branch makes nothing itself of what it shares.
     point = {"run": "tiny", "iteration": 1, "stage": "update"}
@@ -370,8 +370,8 @@ def test_with_filters_a_new_reward_draws_further_prompts_by_the_branch_s_setting
     run = load_run(config.store, "branch")
     for each in of(made, "rollout", 1):
         assert each.config["rollout.max_new_tokens"] == (12 if each.shard < 2 else 10)
-    assert {each.config["reward"]["correct"] for each in of(made, "reward", 1)} == {2.0}
-    assert {each.config["reward"]["correct"] for each in of(made, "reward", 0)} == {1.0}
+    assert {each.config["reward.correct"] for each in of(made, "reward", 1)} == {2.0}
+    assert {each.config["reward.correct"] for each in of(made, "reward", 0)} == {1.0}
     assert len(of(made, "update")) == 2 and run.shares("reference", 0) and not run.shares("reference", 1)
     assert files(config) == before
 

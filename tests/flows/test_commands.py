@@ -150,11 +150,12 @@ def test_doctor_finds_this_machine_in_order_and_says_what_is_wrong(place: Path) 
 
 def test_show_algorithms_lists_formula_paper_and_options_of_everything_that_is_registered() -> None:
     shown = json.loads(CliRunner().invoke(app, ["show", "algorithms", "--json"]).output)
-    from grpo_lib.recipe import REGISTRIES
+    from grpo_lib.catalogue import choices
 
-    expected = {(f"algorithm.{setting}", each.name) for setting, registry in REGISTRIES.items() for each in registry}
+    expected = {(setting, each.name) for setting, registry in choices().items() for each in registry}
+    assert {("reward.functions", "judge"), ("rollout.sampler", "pass_rate"), ("algorithm.loss", "cispo")} <= expected
     assert {(each["setting"], each["name"]) for each in shown} == expected
-    assert len([each for each in shown if each["setting"] == "algorithm.advantage"]) == 12
+    assert len([each for each in shown if each["setting"] == "algorithm.advantage"]) == 13
     (ppo,) = (each for each in shown if each["name"] == "ppo_clip")
     assert "-A clip(rho" in ppo["formula"] and "arXiv:1707.06347" in ppo["paper"]
     options = {each["name"]: each for each in ppo["options"]}

@@ -14,6 +14,7 @@ from flows.cli.main import app
 from grpo_lib.config import RunConfig
 from grpo_lib.config_files import make_config
 from grpo_lib.errors import ConfigError, NotFoundError
+from grpo_lib.rewards.judges import own_reward
 from grpo_lib.rewards.rescore import rescore, stored_rollouts
 from grpo_lib.run import Run
 from grpo_lib.types import RewardResult
@@ -118,7 +119,7 @@ def test_only_what_was_judged_from_exactly_these_rollouts_is_their_old_reward(tr
     (first, *_) = stored_rollouts(run)
     assert [each is not None for each in first.rewards] == [True, True]
     bare = type(first)(iteration=0, prompts=first.prompts, rollouts=first.rollouts, rewards=[first.rewards[0], None])
-    table = rescore(run, [bare], lambda sample: RewardResult(value=0.5))
+    table = rescore(run, [bare], own_reward(lambda sample: RewardResult(value=0.5)))
     assert table.column("judged").to_pylist() == [True] * 4 + [False] * 4
     assert table.column("old_value").to_pylist()[4:] == [None] * 4
 

@@ -133,15 +133,15 @@ def test_a_prefix_on_s3_is_read_like_a_folder(s3_endpoint: str, tmp_path: Path) 
         assert load(chosen, "train", 0).column("prompt").to_pylist() == ["0.0", "0.1", "0.2", "1.0"]
 
 
-@pytest.mark.parametrize("write", [jsonl, parquet])
-def test_chat_messages_are_kept_and_read_as_text_by_rewards(tmp_path: Path, write: Callable[..., str]) -> None:
+@pytest.mark.parametrize(("write", "name"), [(jsonl, "a.jsonl"), (parquet, "a.parquet")])
+def test_chat_messages_are_kept_and_read_as_text_by_rewards(
+    tmp_path: Path, write: Callable[..., str], name: str
+) -> None:
     rows = [
         {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{n}?"}], "reference": "x"}
         for n in range(4)
     ]
-    train = load(
-        options(write(tmp_path / "chat.data.jsonl" if write is jsonl else tmp_path / "c.parquet", rows)), "train", 0
-    )
+    train = load(options(write(tmp_path / name, rows)), "train", 0)
     assert train.column("prompt").to_pylist() == ["Be brief.\n\n0?", "Be brief.\n\n1?"]
     assert [json.loads(each) for each in train.column("messages").to_pylist()] == [row["prompt"] for row in rows[:2]]
 
@@ -151,3 +151,10 @@ def test_a_message_without_text_is_refused_with_its_row(tmp_path: Path) -> None:
     rows[3] = {"prompt": [{"role": "user", "content": None}], "reference": "x"}
     with pytest.raises(DataError, match="the prompt of row 3 has a message without a role or a content"):
         load(options(jsonl(tmp_path / "chat.jsonl", rows)), "train", 0)
+
+
+def test_texts_that_look_like_dates_stay_texts_and_mixed_columns_are_json(tmp_path: Path) -> None:
+    rows = [{"prompt": f"2026-01-0{n + 1}", "reference": "x", "mixed": n if n else "none"} for n in range(4)]
+    train = load(options(jsonl(tmp_path / "dates.jsonl", rows)), "train", 0)
+    assert train.column("prompt").to_pylist() == ["2026-01-01", "2026-01-02"]
+    assert [json.loads(each) for each in train.column("metadata").to_pylist()] == [{"mixed": "none"}, {"mixed": "1"}]

@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from typing import Any
+
+from grpo_lib.types import NoRewardError, RewardResult
 
 calls = 0
 
@@ -63,6 +66,45 @@ def batched(samples: list[Any]) -> list[Any]:
     return [None if each.response == "none" else float(len(each.response)) for each in samples]
 
 
+def paid(sample: Any) -> RewardResult:
+    if sample.response == "none":
+        raise NoRewardError("nobody knows", {"cost": 3})
+    if sample.response == "bad":
+        raise NoRewardError("nobody knows", {"cost": float("nan")})
+    return RewardResult(value=1.0, components={"correct": 1.0}, spent={"cost": 2})
+
+
+def own_clock(sample: Any) -> float:
+    """Uses the alarm of its process for itself, and switches it off."""
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.alarm(5)
+    signal.alarm(0)
+    return 1.0 if sample.response == "a" else float(reward(sample))
+
+
+def process(sample: Any) -> float:
+    time.sleep(0.5)
+    return os.getpid()
+
+
+def seen(sample: Any) -> float:
+    assert sample.response_ids == [5, 6, 7], sample.response_ids
+    return sample.metadata["day"].toordinal()
+
+
+async def batched_slow(samples: list[Any]) -> list[Any]:
+    if any(each.response == "block" for each in samples):
+        time.sleep(3600)
+    await asyncio.sleep(3600 if any(each.response == "sleep" for each in samples) else 0.01)
+    return [ValueError("no") if each.response == "raise" else float(len(each.response)) for each in samples]
+
+
+async def own_timeout(sample: Any) -> float:
+    async with asyncio.timeout(0.01):
+        await asyncio.sleep(10)
+    return 1.0
+
+
 async def slow(sample: Any, *, seconds: float = 0.02) -> float:
     if sample.response == "block":
         time.sleep(3600)
@@ -70,3 +112,30 @@ async def slow(sample: Any, *, seconds: float = 0.02) -> float:
     if sample.response == "raise":
         raise ValueError("no")
     return float(len(sample.response))
+
+
+def catches_everything(sample: Any) -> float:
+    try:
+        while sample.response == "loop":
+            pass
+    except Exception:
+        return 0.0
+    return 1.0
+
+
+def swallows_everything(sample: Any) -> float:
+    try:
+        while sample.response == "loop":
+            pass
+    except BaseException:
+        return 0.0
+    return 1.0
+
+
+async def swallows_its_end(sample: Any) -> float:
+    try:
+        if sample.response == "loop":
+            await asyncio.sleep(3600)
+    except BaseException:
+        return 0.0
+    return 1.0

@@ -19,7 +19,7 @@ from grpo_lib.rewards.chat import retry_after
 from grpo_lib.rewards.endpoint import filled_in, judge, parsed
 from grpo_lib.rewards.judges import Reward, make_judges
 from grpo_lib.rewards.runner import Scores, score
-from grpo_lib.types import RewardResult, Sample
+from grpo_lib.types import NoRewardError, RewardResult, Sample
 
 KEY = "sk-very-secret-1234"
 Reply = tuple[int, dict[str, str], Any]
@@ -234,21 +234,34 @@ def test_an_answer_that_says_no_value_on_the_scale_is_an_error(answer: str, rule
         parsed(answer, **rule)
 
 
-def test_tokens_and_cost_are_components_and_the_answer_is_kept() -> None:
+def test_tokens_and_cost_are_what_was_spent_and_the_answer_is_kept() -> None:
     with replies(says("Because. Score: 0.5", usage={"prompt_tokens": 2000, "completion_tokens": 10})) as there:
         result = ask(there, prompt_price=0.5, completion_price=2.0)
     assert result.value == 0.5
     assert result.text == "Because. Score: 0.5"
-    assert result.components == {
-        "judge/prompt_tokens": 2000.0,
-        "judge/completion_tokens": 10.0,
-        "judge/cost": pytest.approx(2000 * 0.5e-6 + 10 * 2e-6),
+    assert result.components == {}
+    assert result.spent == {
+        "prompt_tokens": 2000.0,
+        "completion_tokens": 10.0,
+        "cost": pytest.approx(2000 * 0.5e-6 + 10 * 2e-6),
     }
 
 
-def test_an_endpoint_that_counts_no_tokens_gives_no_components() -> None:
+def test_an_endpoint_that_counts_no_tokens_tells_nothing_of_what_was_spent() -> None:
     with replies(says("Score: 1")) as there:
-        assert ask(there, prompt_price=0.5, completion_price=2.0).components == {}
+        assert ask(there, prompt_price=0.5, completion_price=2.0).spent == {}
+
+
+@pytest.mark.parametrize("reply", [("I won't say", "stop"), ("Score: 1", "length"), ("", "stop"), (None, "stop")])
+def test_an_answer_that_gives_no_reward_is_paid_for_all_the_same(reply: tuple[str | None, str]) -> None:
+    usage = {"prompt_tokens": 100, "completion_tokens": 20}
+    with replies(says(*reply, usage=usage)) as there, pytest.raises(NoRewardError) as raised:
+        ask(there, prompt_price=1.0, completion_price=2.0)
+    assert raised.value.spent == {
+        "prompt_tokens": 100.0,
+        "completion_tokens": 20.0,
+        "cost": pytest.approx(140e-6),
+    }
 
 
 @pytest.mark.parametrize(
@@ -264,7 +277,7 @@ def test_an_endpoint_that_counts_no_tokens_gives_no_components() -> None:
 )
 def test_what_is_no_whole_answer_is_an_error_at_once(reply: Reply, reason: str) -> None:
     with replies(reply) as there:
-        with pytest.raises(RewardError, match=reason):
+        with pytest.raises((RewardError, NoRewardError), match=reason):
             ask(there)
         assert len(there.bodies) == 1
 
@@ -352,7 +365,7 @@ def test_the_key_is_sent_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> No
         result = ask(there, api_key_variable="JUDGE_KEY")
         assert result.text == "your key is ***. Score: 1"
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"\*\*\*") as raised:
+            with pytest.raises((RewardError, NoRewardError), match=r"\*\*\*") as raised:
                 ask(there, api_key_variable="JUDGE_KEY")
             assert KEY not in str(raised.value)
     assert [each["authorization"] for each in there.headers] == [f"Bearer {KEY}"] * 3
@@ -368,12 +381,41 @@ def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(
     assert "sk-" not in str(raised.value)
 
 
-def test_a_url_with_a_password_is_refused_when_the_configuration_is_read() -> None:
-    with pytest.raises(ConfigError, match="holds a password"):
-        make_judges(
-            [RewardFunctionConfig(name="judge", kwargs={"url": "http://me:pw@host/v1", "model": "m"})],
-            ["grpo_lib.rewards.endpoint"],
-        )
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (f"http://me:{KEY}@host/v1", r"kwargs\.url='http://host/v1': the URL of host holds a password"),
+        (f"http://me:a/{KEY}@host/v1", r"kwargs\.url='http://host/v1': this URL can't be read"),
+        (f"http://me:a@{KEY}@host/v1", r"kwargs\.url='http://host/v1': the URL of host holds a password"),
+        (f"http://h\u2100st:{KEY}@host/v1", r"kwargs\.url='http://host/v1': this URL can't be read"),
+        (f"http://host/v1?user=me&password={KEY}", r"kwargs\.url='http://host/v1\?\.\.\.': the URL of host holds"),
+    ],
+)
+def test_a_url_with_a_password_is_refused_without_being_shown(url: str, message: str) -> None:
+    options = {"url": url, "model": "m", "prompt": "{response}", "pattern": "1"}
+    with pytest.raises(ConfigError, match=message) as raised:
+        make_judges([RewardFunctionConfig(name="judge", kwargs=options)], [])
+    assert KEY not in str(raised.value)
+
+
+def test_a_url_in_an_option_of_another_kind_is_shown_without_its_secrets() -> None:
+    for options in (
+        {"url": [f"http://me:{KEY}@host/v1"]},
+        {"url": {"a": f"http://{KEY}@host/v1"}},
+        {"request_seconds": f"http://host/v1?key={KEY}"},
+    ):
+        with pytest.raises(ConfigError, match="http://host/v1") as raised:
+            make_judges([RewardFunctionConfig(name="judge", kwargs={"url": "http://a", "model": "m"} | options)], [])
+        assert KEY not in str(raised.value)
+
+
+def test_an_endpoint_that_can_not_be_reached_is_named_without_secrets() -> None:
+    with pytest.raises(RewardError, match=r"no answer from http://127\.0\.0\.1:1/v1") as raised:
+        ask(Server(lambda body: says("")), url=f"http://{KEY}@127.0.0.1:1/v1", retries=0)
+    assert KEY not in str(raised.value)
+    with pytest.raises(ConfigError, match="url=xyz://host: Request URL has an unsupported protocol") as refused:
+        ask(Server(lambda body: says("")), url=f"xyz://{KEY}@host", retries=0)
+    assert KEY not in str(refused.value)
 
 
 # --- through the runner -----------------------------------------------------------------------------------------------
@@ -390,7 +432,7 @@ def test_the_runner_asks_side_by_side_and_keeps_order_text_and_reasons(monkeypat
         time.sleep(0.05)  # if there were a ninth it would come now
         number = int(body["messages"][0]["content"].removeprefix("Rate: "))
         if number == 5:
-            return says(f"I can't, {KEY}")
+            return says(f"I can't, {KEY}", usage={"prompt_tokens": 5, "completion_tokens": 1})
         if number == 6:
             return 400, {}, f"refused {KEY}"
         return says(f"Score: {number}", usage={"prompt_tokens": number, "completion_tokens": 1})
@@ -400,12 +442,12 @@ def test_the_runner_asks_side_by_side_and_keeps_order_text_and_reasons(monkeypat
         scores = score_all(there, [sample(str(each)) for each in range(40)], settings, api_key_variable="JUDGE_KEY")
     assert there.most == 8
     assert scores.values == [None if each in (5, 6) else float(each) for each in range(40)]
-    assert scores.components["judge/prompt_tokens"] == scores.values
-    assert scores.reasons[5] == "ValueError: the judge's answer \"I can't, ***\" has no Score: (\\S+)"
-    assert scores.reasons[6] == "grpo_lib.errors.RewardError: the endpoint answers with 400: 'refused ***'"
-    assert scores.verdicts["judge"][3] is not None
-    result = scores.verdicts["judge"][3][0]
-    assert result is not None
+    assert scores.components["prompt_tokens"] == [None if each == 6 else float(each) for each in range(40)]
+    assert list(scores.components) == ["prompt_tokens", "completion_tokens"]
+    assert scores.reasons[5] == "the judge's answer \"I can't, ***\" has no Score: (\\S+)"
+    assert scores.reasons[6] == "RewardError: the endpoint answers with 400: 'refused ***'"
+    result = scores.verdicts["judge"][3]
+    assert isinstance(result, RewardResult)
     assert result.text == "Score: 3"
     assert KEY not in repr(scores)
 
@@ -416,6 +458,37 @@ def test_the_runner_keeps_to_its_rate() -> None:
         scores = score_all(there, [sample() for _ in range(28)], settings)
     assert scores.values == [1.0] * 28
     assert there.times[-1] - there.times[7] > 0.9  # the last twenty, of a twentieth of a second each
+
+
+def test_requests_that_are_made_again_count_against_the_rate() -> None:
+    def reply(body: dict[str, Any]) -> Reply:
+        asked = [each["messages"][0]["content"] for each in there.bodies]
+        return says("Score: 1") if asked.count(body["messages"][0]["content"]) > 1 else (503, {}, "")
+
+    settings = RewardConfig(runner=RewardRunnerConfig(concurrency=16, rate=5), timeout_seconds=60)
+    with server(reply) as there:
+        scores = score_all(there, [sample(str(each)) for each in range(12)], settings)
+    assert scores.values == [1.0] * 12
+    assert len(there.times) == 24
+    # 23 times a fifth of a second; the samples alone, and a second for the last of them to be asked again, were 3.2 s
+    assert there.times[-1] - there.times[0] > 3.7
+
+
+def test_with_another_function_what_a_judge_spends_has_its_name() -> None:
+    with server(lambda body: says("Score: 1", usage={"prompt_tokens": 7, "completion_tokens": 1})) as there:
+        options = {"url": there.url, "model": "m", "prompt": "{response}", "pattern": r"Score: (\S+)"}
+        functions = [RewardFunctionConfig(name="judge", kwargs=options), RewardFunctionConfig(name="gsm8k")]
+        reward = Reward(judges=make_judges(functions, []), settings=RewardConfig(max_failed=1.0))
+        scores = score([sample("#### 4"), sample("#### 4", reference="no number")], reward)
+    assert scores.values == [2.0, None]
+    assert scores.components == {
+        "judge": [1.0, None],
+        "gsm8k": [1.0, None],
+        "correct": [1.0, None],
+        "gsm8k/correct": [1.0, None],
+        "judge/prompt_tokens": [7.0, 7.0],
+        "judge/completion_tokens": [1.0, 1.0],
+    }
 
 
 def test_a_judge_that_takes_too_long_makes_a_null_and_the_others_go_on() -> None:

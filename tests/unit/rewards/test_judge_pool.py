@@ -2,9 +2,12 @@
 
 import logging
 import time
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -87,6 +90,40 @@ def test_several_processes_keep_the_order() -> None:
     assert scores.values == [float(len(each)) for each in responses]
 
 
+def test_slow_samples_are_shared_out_one_by_one() -> None:
+    scores = judged("process", *["x"] * 6, runner={"processes": 2}, timeout_seconds=20.0)
+    assert sorted(scores.values.count(each) for each in set(scores.values)) in ([3, 3], [2, 4])
+
+
+def test_large_samples_come_through() -> None:
+    responses = [character * 3_000_000 for character in "abc"] + ["d"]
+    assert judged("reward", *responses).values == [3e6, 3e6, 3e6, 1.0]
+
+
+def test_a_function_sees_token_ids_as_a_list_and_metadata_as_they_are() -> None:
+    function = RewardFunctionConfig(name="seen", path=HOSTILE)
+    config = RewardConfig(functions=[function], max_failed=1.0)
+    given = [
+        replace(each, response_ids=np.array([5, 6, 7], np.int32), metadata={"day": date(2026, 11, 22)})
+        for each in samples("a", "b")
+    ]
+    scores = score(given, Reward(judges=make_judges(config.functions, []), settings=config))
+    assert scores.values == [date(2026, 11, 22).toordinal()] * 2, scores.reasons
+
+
+def test_a_function_that_sets_alarms_of_its_own_is_ended_all_the_same() -> None:
+    scores = judged("own_clock", "a", "loop", "a", "loop")
+    assert scores.values == [1.0, None, 1.0, None]
+    assert all("took longer than reward.timeout_seconds=1" in str(scores.reasons[place]) for place in (1, 3))
+
+
+def test_what_was_spent_is_a_component_with_and_without_a_reward() -> None:
+    scores = judged("paid", "a", "none", "bad", "a")
+    assert scores.values == [1.0, None, None, 1.0]
+    assert scores.reasons == [None, "nobody knows", "ValueError: component 'cost' is nan", None]
+    assert scores.components == {"correct": [1.0, None, None, 1.0], "cost": [2.0, 3.0, None, 2.0]}
+
+
 def test_too_many_failures_end_the_work_early_and_name_reasons_with_a_sample() -> None:
     began = time.monotonic()
     scores = judged("reward", *["loop"] * 50, max_failed=0.02)
@@ -110,10 +147,31 @@ def test_an_async_function_fails_sample_by_sample() -> None:
     assert scores.reasons[2] == "ValueError: no"
 
 
+def test_an_async_function_judges_more_samples_than_a_process_gets_at_a_time() -> None:
+    responses = ["x" * (1 + place % 5) for place in range(1500)]
+    responses[700] = "raise"
+    scores = judged("slow", *responses, kwargs={"seconds": 0.001}, timeout_seconds=20.0, runner={"concurrency": 300})
+    assert scores.values == [None if each == "raise" else float(len(each)) for each in responses]
+
+
+def test_a_timeout_of_the_functions_own_is_told_as_that() -> None:
+    assert judged("own_timeout", "a").reasons == ["TimeoutError"]
+
+
 def test_of_samples_side_by_side_only_the_one_that_blocks_is_lost() -> None:
     scores = judged("slow", "a", "bb", "block", "dddd", runner={"concurrency": 4})
     assert scores.values == [1.0, 2.0, None, 4.0]
     assert scores.reasons[2] == "took longer than reward.timeout_seconds=1 and was killed"
+
+
+def test_an_async_function_of_all_samples_gives_a_list_or_no_reward_at_all() -> None:
+    scores = judged("batched_slow", "a", "raise", "ccc")
+    assert scores.values == [1.0, None, 3.0]
+    assert scores.reasons[1] == "ValueError: no"
+    late = judged("batched_slow", "a", "sleep")
+    assert late.reasons == ["TookTooLongError: took longer than reward.timeout_seconds=1"] * 2
+    stuck = judged("batched_slow", "a", "block")
+    assert stuck.reasons == ["took longer than reward.timeout_seconds=1 and was killed"] * 2
 
 
 def test_a_rate_is_kept() -> None:
@@ -154,3 +212,10 @@ def test_several_functions_add_up_with_a_column_each() -> None:
     assert scores.components["length"] == [1.0, 1.0]
     assert scores.components["exact_match"] == scores.components["correct"] == [1.0, 0.0]
     assert "regex" not in scores.components
+
+
+@pytest.mark.parametrize("name", ["catches_everything", "swallows_everything", "swallows_its_end"])
+def test_a_function_that_catches_its_own_end_still_has_no_reward(name: str) -> None:
+    scores = judged(name, "a", "loop", "c")
+    assert scores.values == [1.0, None, 1.0]
+    assert "took longer than reward.timeout_seconds=1" in str(scores.reasons[1])

@@ -311,6 +311,17 @@ def test_a_folder_with_a_pickle_alone_is_refused(write: Callable[..., str]) -> N
         model([sample("4")], path=str(folder))
 
 
+def test_a_path_without_a_model_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name, reason in (("nothing", "there is no folder"), ("file", "is a file"), ("", "has no config.json")):
+        path = str(tmp_path / name) if name else str(tmp_path)
+        with pytest.raises(ModelError, match=reason) as raised:
+            model([sample("4")], path=path)
+        assert repr(path) in str(raised.value)
+        assert "save_pretrained" in str(raised.value)
+        assert "model.path" not in str(raised.value)
+
+
 def test_a_causal_model_is_refused(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(vocab_size=23, **SHAPE)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"is no reward model: its config.json names \['LlamaForCausalLM'\]"):
