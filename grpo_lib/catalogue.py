@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 from grpo_lib.algorithms.registry import Entry, Registry
 from grpo_lib.data.samplers import SAMPLERS
 from grpo_lib.recipe import REGISTRIES
-from grpo_lib.rewards.judges import load_built_in
+from grpo_lib.rewards.judges import BUILT_IN, load_built_in
 from grpo_lib.rewards.registry import REWARDS
 
 
@@ -55,8 +55,14 @@ def choices() -> dict[str, Registry[Any]]:
 def listings() -> Iterator[Listing]:
     """Everything that is registered, kind by kind."""
     for setting, registry in choices().items():
-        for entry in registry:
+        for entry in sorted(registry, key=_place):
             yield _listing(setting, entry)
+
+
+def _place(entry: Entry[Any]) -> int:
+    """Reward functions are registered when their module is imported, whichever comes first in a process."""
+    module = entry.function.__module__
+    return BUILT_IN.index(module) if module in BUILT_IN else len(BUILT_IN)
 
 
 def type_text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
