@@ -38,7 +38,7 @@ def evaluate(stage: Stage, dataset: ArtifactRef, policy: ArtifactRef) -> Artifac
     config, settings = stage.config, stage.config.evaluation
     heldout = split(stage.run.stages, dataset, "heldout").slice(0, settings.prompts)
     whole = stage.run.at(stage.name, stage.iteration, stage.shard).config  # how functions run is in no key
-    reward = run_reward(get_problem(config.data.problem), whole)
+    reward = run_reward(get_problem(config.data.problem), whole, stage.external)
     workers = stage.workers(policy)
     modes = [("greedy", 1)] if settings.greedy else []
     modes += [("sampled", settings.samples)] if settings.samples else []

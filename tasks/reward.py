@@ -35,7 +35,7 @@ def greedy_reward(stage: Stage, prompts: list[ArtifactRef], rollouts: ArtifactRe
 def _judge(stage: Stage, prompts: list[ArtifactRef], rollouts: ArtifactRef) -> ArtifactRef:
     config = stage.run.at(stage.name, stage.iteration, stage.shard).config  # how functions run is in no key
     problem = get_problem(stage.config.data.problem)
-    reward = run_reward(problem, config)
+    reward = run_reward(problem, config, stage.external)
     asked, made = stage.table(prompts), stage.table(rollouts)
     table, scores = reward_table(
         asked,

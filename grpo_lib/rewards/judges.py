@@ -5,6 +5,8 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -71,19 +73,26 @@ class Reward:
     plugins: Sequence[str] = ()
 
 
-def run_reward(problem: Problem, config: Any) -> Reward:
+def run_reward(problem: Problem, config: Any, outside: Mapping[str, str] | None = None) -> Reward:
     """The functions of ``reward.functions``, or the problem's own.
 
     Args:
         config: with ``data``, ``reward`` and ``algorithm.plugins``.
+        outside: what the flow put into the key, with `reward_digests`.
 
     Raises:
-        ConfigError: see `make_judges`.
+        ConfigError: see `make_judges`; or a function is not what the flow has.
     """
     if not config.reward.functions:
         return own_reward(problem.make_reward(config.data, config.reward), config.reward)
     plugins = config.algorithm.plugins
     judges = make_judges(config.reward.functions, plugins)
+    others = [] if outside is None else [name for name, each in _digests(judges).items() if outside.get(name) != each]
+    if others:
+        raise ConfigError(
+            f"{', '.join(others)} on {socket.gethostname()} ({os.getcwd()}) is not what the flow has, or was changed "
+            "since the stage was called; copy the file there, or resume"
+        )
     return Reward(judges=judges, settings=config.reward, plugins=plugins)
 
 
@@ -100,7 +109,10 @@ def reward_digests(config: Any) -> dict[str, str]:
     """Of the functions' sources, part of the key of what they judge; the problem's own has none."""
     if not config.reward.functions:
         return {}
-    judges = make_judges(config.reward.functions, config.algorithm.plugins)
+    return _digests(make_judges(config.reward.functions, config.algorithm.plugins))
+
+
+def _digests(judges: Sequence[Judge]) -> dict[str, str]:
     return {f"reward/{place}/{each.name}": each.digest for place, each in enumerate(judges)}
 
 

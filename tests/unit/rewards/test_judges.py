@@ -13,8 +13,9 @@ from grpo_lib.config_files import make_config
 from grpo_lib.config_reward import RewardConfig, RewardFunctionConfig
 from grpo_lib.errors import ConfigError, MissingPackageError
 from grpo_lib.preflight import check_reward
+from grpo_lib.problems import get_problem
 from grpo_lib.rewards import judges
-from grpo_lib.rewards.judges import Reward, check_machine, make_judges
+from grpo_lib.rewards.judges import Reward, check_machine, make_judges, reward_digests, run_reward
 from grpo_lib.rewards.registry import REWARDS
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -153,3 +154,15 @@ def test_the_check_before_a_run_looks_at_the_sandbox_before_any_function_loads_a
     config = make_config({"data": {"problem": "countdown"}, "warm_start": {}, "reward": {"functions": given}})
     with pytest.raises(MissingPackageError, match=r"reward\.functions\[1\] \(code\).*apt-get install bubblewrap"):
         check_reward(config)
+
+
+def test_a_machine_whose_file_is_another_judges_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "elsewhere_reward.py"
+    file.write_text("def reward(sample):\n    return 1.0\n")
+    function = f"reward.functions=[{{path: {file}, name: reward}}]"
+    config = make_config({"name": "x", "data": {"problem": "countdown"}, "warm_start": {}}, [function])
+    problem, of_the_flow = get_problem("countdown"), reward_digests(config)
+    assert len(run_reward(problem, config, of_the_flow).judges) == 1
+    file.write_text("def reward(sample):\n    return 2.0\n")
+    with pytest.raises(ConfigError, match=r"reward/0/reward on .* is not what the flow has.*copy the file there"):
+        run_reward(problem, config, of_the_flow)
