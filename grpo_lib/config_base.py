@@ -1,9 +1,12 @@
 """What every section of the configuration is made of."""
 
+import re
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
+
+from grpo_lib.urls import without_secrets
 
 
 class Section(BaseModel):
@@ -25,12 +28,42 @@ def _no_credentials(url: str) -> str:
         int(parts.port or 0) if "@" in url else 0  # a password with a slash in it looks like a port
     except ValueError:  # its message repeats the URL
         raise ValueError("this URL can't be read; write / as %2F and @ as %40 before the host's name") from None
-    if parts.password is not None or "password" in parse_qs(parts.query):
-        raise ValueError(
-            f"the URL of {parts.hostname} holds a password, which would end up in manifests and MLflow; "
-            "take it out and set it in the environment (MLFLOW_TRACKING_PASSWORD, PGPASSWORD, AWS_SECRET_ACCESS_KEY)"
-        )
-    return url
+    secret = _secret_word(parts.query) or _secret_word(parts.fragment)
+    if parts.password is not None or secret == "password":
+        held = "a password"
+    elif secret is not None:
+        held = f"a secret in its query (a name that ends in {secret})"
+    elif parts.scheme in ("http", "https") and "@" in url:  # a key may stand there, with a slash in it too
+        held = "a user or a key (before an @; one that means something else is written %40)"
+    else:
+        return url
+    host = urlsplit(without_secrets(url)).hostname
+    raise ValueError(
+        f"the URL of {host} holds {held}, which would end up in manifests and MLflow; take it out "
+        "and set it in the environment (MLFLOW_TRACKING_PASSWORD, PGPASSWORD, AWS_SECRET_ACCESS_KEY, or the variable "
+        "that api_key_variable names)"
+    )
+
+
+_SECRET_WORDS = ("key", "token", "secret", "sig", "signature", "password", "passwd", "pwd", "credential")
+
+
+def _secret_word(query: str) -> str | None:
+    """The word at whose end a name in a query says that its value is secret: api_key, accessToken, X-Amz-Signature."""
+    names = [name.casefold() for name in parse_qs(query.replace(";", "&"))]
+    found = {word for name in names for word in _SECRET_WORDS if re.search(rf"(?:^|[^a-z]|api|access){word}$", name)}
+    return "password" if "password" in found else min(found, default=None)
 
 
 UrlWithoutSecrets = Annotated[str, AfterValidator(_no_credentials)]
+
+
+def _compiles(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    return text
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]

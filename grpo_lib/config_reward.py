@@ -23,8 +23,12 @@ class RewardRunnerConfig(Section):
     """How reward functions run; it changes no value, so it is in no key."""
 
     processes: int = Field(1, ge=1, le=1024, description="Processes for functions of the user's own.")
-    concurrency: int = Field(64, ge=1, le=65536, description="Samples that an async function judges at a time.")
-    rate: float | None = Field(None, gt=0, description="Calls of an async function a second, at most; null: no bound.")
+    concurrency: int = Field(
+        64, ge=1, le=65536, description="Samples that an async function judges at a time (in each worker)."
+    )
+    rate: float | None = Field(
+        None, gt=0, description="Calls of an async function a second, at most (in each worker); null: no bound."
+    )
     memory_gib: float = Field(4.0, gt=0, description="That a process of functions may take; one that wants more fails.")
     cache: bool = Field(True, description="What the run has judged before by the same function is not judged again.")
 
@@ -62,4 +66,9 @@ class RewardConfig(Section):
                 raise ValueError(
                     f"functions: {name!r} stands there twice for the same data; its values would be one column"
                 )
+        if "correct" in names and len(set(names)) > 1:
+            raise ValueError(
+                "functions: among several none can be named 'correct': its values would stand in the column that says "
+                "which answers are right; rename the function"
+            )
         return self

@@ -1,6 +1,7 @@
 """Held-out accuracy of a policy: every sample as a dataset, and a summary overall and per data source."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from grpo_lib.generation.rollouts import decode, failures, finish_reasons
 from grpo_lib.rewards.judges import Reward
 from grpo_lib.rewards.scoring import reward_table
 from grpo_lib.seeds import row_seeds
+from grpo_lib.types import CORRECT
 
 
 def evaluate_mode(
@@ -50,8 +52,10 @@ def evaluate_mode(
             "text": pa.array(decode(tokenizer, responses)),
         }
     )
-    rewards, scores = reward_table(prompts, generated, reward)
-    correct = scores.components.get("correct", scores.values)
+    all_of_them = reward.settings.model_copy(update={"max_failed": 1.0})  # failures are counted here, and stop nothing
+    rewards, scores = reward_table(prompts, generated, replace(reward, settings=all_of_them))
+    said = scores.components.get(CORRECT, [None] * count)
+    correct = [value if each is None else each for each, value in zip(said, scores.values, strict=True)]
     theirs = prompts.take(pa.array(prompt_row))
     columns = {
         "prompt_id": theirs.column("prompt_id"),

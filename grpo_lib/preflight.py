@@ -31,7 +31,6 @@ def check_surroundings(config: RunConfig) -> None:
     if config.reference.path is not None:
         check_model_folder("reference.path", config.reference.path)
     check_prompts(config)
-    check_reward(config)
     check_store(Run(config).objects)
     patience = Patience(config.tracking.patience_seconds, "MLflow", "tracking.patience_seconds")
     patience.call(lambda: check_tracking(tracking_uri(config)))
@@ -46,6 +45,7 @@ def check_surroundings(config: RunConfig) -> None:
         torch_device(config.placement.device)
         check_devices(config)
     check_engine(config)
+    check_reward(config)  # it may ask, and pay, a judge
 
 
 def check_engine(config: RunConfig) -> None:
@@ -136,12 +136,13 @@ def check_reward(config: RunConfig) -> None:
     if not config.reward.functions:
         return
     from grpo_lib.rewards.judges import check_machine, run_reward
-    from grpo_lib.rewards.trial import COUNT, trial_samples, try_reward
+    from grpo_lib.rewards.trial import trial_samples, try_reward
 
     problem = get_problem(config.data.problem)
     reward = run_reward(problem, config)
     check_machine(reward)
-    try_reward(reward, trial_samples(problem.load(config.data, "heldout", config.seed), COUNT))
+    splits = [problem.load(config.data, split, config.seed) for split in ("heldout", "train")]
+    try_reward(reward, [sample for split in splits for sample in trial_samples(split)])
 
 
 def check_sampler(config: RunConfig) -> None:
@@ -152,9 +153,10 @@ def check_sampler(config: RunConfig) -> None:
     """
     if config.rollout.sampler is None:
         return
+    from grpo_lib.data.prompts import stand_in
     from grpo_lib.data.samplers import make_sampler, sampler_weights
 
-    train = get_problem(config.data.problem).load(config.data, "train", config.seed)
+    train = stand_in(get_problem(config.data.problem).load(config.data, "train", config.seed), "train")
     sampler_weights(make_sampler(config.rollout.sampler, config.algorithm.plugins), None, train)
 
 

@@ -4,7 +4,7 @@ import re
 
 _USER = re.compile(r"(?<=://)\S*@")
 _PASSWORD = re.compile(r"(?<=password=)[^&\s]*")
-_QUERY = re.compile(r"(://[^\s?]*\?)\S+")
+_QUERY = re.compile(r"(://[^\s?#]*[?#])\S+")
 
 
 def without_secrets(text: str) -> str:

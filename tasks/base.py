@@ -105,6 +105,10 @@ class Stage:
     def write_file(self, name: str, source: Any) -> None:
         self._attempt.write_file(name, source)
 
+    def keep(self, table: pa.Table) -> None:
+        """Keeps rows that were paid for when the stage fails; see `StageStore.kept`."""
+        self.run.stages.keep(self.name, self.iteration, self.key, table)
+
     def commit(
         self,
         table: pa.Table | None = None,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from grpo_lib.errors import RewardError
 from grpo_lib.problems import get_problem
 from grpo_lib.rewards.judges import REWARD_SETTINGS, run_reward
 from grpo_lib.rewards.runner import check_failures
@@ -45,7 +46,12 @@ def _judge(stage: Stage, prompts: list[ArtifactRef], rollouts: ArtifactRef) -> A
         known=judged_before(_earlier(stage)) if config.reward.functions and config.reward.runner.cache else None,
         decode=lambda ids: _tokenizer(config.model.path, problem).decode(ids, skip_special_tokens=True),
     )
-    check_failures(scores, stage.config.reward.max_failed, samples_of(asked, made))
+    try:
+        check_failures(scores, stage.config.reward.max_failed, samples_of(asked, made))
+    except RewardError:
+        if "verdicts" in table.column_names:
+            stage.keep(table.select(["verdicts"]))
+        raise
     return stage.commit(table, summary=reward_summary(scores))
 
 
@@ -59,6 +65,7 @@ def _tokenizer(path: str | None, problem: Problem) -> Any:
 def _earlier(stage: Stage) -> Iterator[pa.Table]:
     """What the run, and those that it branched off, judged in this iteration before, with whatever settings."""
     for run in stage.run.lineage:
+        yield from run.stages.kept(stage.name, stage.iteration)
         for manifest in run.stages.manifests(stage.iteration):
             if manifest.stage == stage.name:
                 yield run.stages.table(manifest.to_ref(reused=True))

@@ -23,17 +23,22 @@ def read_rows(name: str, data: bytes) -> list[dict[str, Any]]:
     return list(_lines(name, data)) if _is_lines(name) else _table(name, data).to_pylist()
 
 
-def read_table(name: str, data: bytes) -> pa.Table:
-    """The same as a table; a column of jsonl whose values are of several types holds them as JSON.
+def read_columns(name: str, data: bytes) -> dict[str, list[Any]]:
+    """The same by column, as Python values; a row that lacks a column has None there.
 
     Raises:
-        DataError: as `read_rows`.
+        DataError: as `read_rows`, or a value is none of Python's.
     """
-    if not _is_lines(name):
-        return _table(name, data)
-    rows = list(_lines(name, data))
-    columns = dict.fromkeys(key for row in rows for key in row)
-    return pa.table({column: _column([row.get(column) for row in rows]) for column in columns})
+    if _is_lines(name):
+        rows = list(_lines(name, data))
+        return {
+            column: [row.get(column) for row in rows] for column in dict.fromkeys(key for row in rows for key in row)
+        }
+    table = _table(name, data)
+    try:
+        return {column: _values(table.column(column)) for column in table.column_names}
+    except (pa.ArrowException, ValueError, OverflowError, KeyError) as error:
+        raise DataError(f"can't read {name}: {error}") from error
 
 
 def _is_lines(name: str) -> bool:
@@ -57,13 +62,11 @@ def _lines(name: str, data: bytes) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _column(values: list[Any]) -> pa.Array:
-    try:
-        return pa.array(values)
-    except (pa.ArrowException, OverflowError):
-        return pa.array(
-            [None if each is None else each if isinstance(each, str) else json.dumps(each) for each in values]
-        )
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    if pa.types.is_float16(column.type) or pa.types.is_float32(column.type):
+        column = column.cast(pa.string()).cast(pa.float64())  # 0.1 stays 0.1
+    values: list[Any] = column.to_pylist()
+    return values
 
 
 def _table(name: str, data: bytes) -> pa.Table:

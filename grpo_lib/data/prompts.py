@@ -33,23 +33,34 @@ def build_dataset(problem: Problem, config: Any, tokenizer: Any) -> tuple[pa.Tab
         ids = encode_prompts(tokenizer, conversations(table), config.model.prompt_format, config.model.system_prompt)
         table, ids, count = _within(table, ids, config.rollout.max_prompt_tokens, config.rollout.long_prompts, split)
         long[f"{split}_long_prompts"] = count
-        columns = {
-            "prompt_id": table.column("prompt_id"),
-            "split": pa.repeat(split, table.num_rows),
-            "prompt": table.column("prompt"),
-            "prompt_ids": ids,
-            "reference": table.column("reference"),
-            "data_source": table.column("data_source"),
-        }
-        for name in ("demonstration", "metadata"):
-            there = name in table.column_names
-            columns[name] = table.column(name) if there else pa.nulls(table.num_rows, pa.string())
-        splits.append(pa.table(columns, schema=DATASET))
+        splits.append(_dataset(table, split, ids))
     dataset = pa.concat_tables(splits).combine_chunks()
     doubled = dataset.num_rows - pc.count_distinct(dataset.column("prompt_id")).as_py()
     if doubled:
         raise DataError(f"{doubled} prompt ids occur twice in {problem.name}; every prompt needs its own")
     return dataset, long
+
+
+def stand_in(table: pa.Table, split: str) -> pa.Table:
+    """A split as the data set will have it, before there is a tokenizer: with a token 0 for each word of a prompt."""
+    words = [[0] * len(prompt.split()) for prompt in table.column("prompt").to_pylist()]
+    return _dataset(table, split, pa.array(words, type=pa.list_(pa.int32())))
+
+
+def _dataset(table: pa.Table, split: str, ids: pa.Array) -> pa.Table:
+    """A problem's rows in the schema of data sets."""
+    columns = {
+        "prompt_id": table.column("prompt_id"),
+        "split": pa.repeat(split, table.num_rows),
+        "prompt": table.column("prompt"),
+        "prompt_ids": ids,
+        "reference": table.column("reference"),
+        "data_source": table.column("data_source"),
+    }
+    for name in ("demonstration", "metadata"):
+        there = name in table.column_names
+        columns[name] = table.column(name) if there else pa.nulls(table.num_rows, pa.string())
+    return pa.table(columns, schema=DATASET)
 
 
 def conversations(table: pa.Table) -> list[str | list[dict[str, str]]]:

@@ -136,10 +136,13 @@ def sampler_weights(sampler: Sampler, state: pa.Table | None, train: pa.Table) -
     """What the sampler says, checked.
 
     Raises:
-        DataError: it is not a weight for each prompt.
+        DataError: it raises, or is not a weight for each prompt.
     """
-    weights = np.asarray(sampler.weights(state, train), dtype=np.float64)
     name = type(sampler).__name__
+    try:
+        weights = np.asarray(sampler.weights(state, train), dtype=np.float64)
+    except Exception as error:
+        raise DataError(f"rollout.sampler: {name}.weights raised {type(error).__name__}: {error}") from error
     if weights.shape != (train.num_rows,):
         raise DataError(f"rollout.sampler: {name}.weights gave {weights.shape} numbers for {train.num_rows} prompts")
     wrong = ~np.isfinite(weights) | (weights < 0)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 
 from grpo_lib.algorithms.registry import Option
+from grpo_lib.config_base import Pattern
 from grpo_lib.config_data import CountdownData
 from grpo_lib.config_reward import RewardConfig
 from grpo_lib.problems import countdown as countdown_problem
@@ -19,14 +20,6 @@ from grpo_lib.rewards.registry import REWARDS
 from grpo_lib.types import RewardResult, Sample
 
 _ONLY_RIGHT = RewardConfig(correct=1.0, format_only=0.0)
-
-
-def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"is no regular expression: {error}") from None
-    return text
 
 
 def _operators(text: str) -> str:
@@ -48,12 +41,18 @@ def _letters(text: str) -> str:
 
 
 Case = Annotated[bool, Option(description="Capital letters count.")]
-Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 def judged(right: bool, answer: str | None = None) -> RewardResult:
     """1 for a right answer, 0 for a wrong one."""
     return RewardResult(value=float(right), components={"correct": float(right)}, answer=answer)
+
+
+def _given(sample: Sample) -> str:
+    """The reference, where it decides: with an empty one a response could be neither right nor wrong."""
+    if not sample.reference.strip():
+        raise ValueError("the reference is empty")
+    return sample.reference
 
 
 @REWARDS.register("gsm8k", use="the number after ####, or the last one", modules=("grpo_lib.problems.gsm8k",))
@@ -72,7 +71,13 @@ def gsm8k(
     return judged(number == expected, None if number is None else str(number))
 
 
-@REWARDS.register("math", use="mathematical answers in LaTeX or plain text", isolated=True, imports=("math_verify",))
+@REWARDS.register(
+    "math",
+    use="mathematical answers in LaTeX or plain text",
+    isolated=True,
+    imports=("math_verify",),
+    packages=("math_verify",),
+)
 def math(
     sample: Sample,
     *,
@@ -118,6 +123,7 @@ def countdown(
     operators: Annotated[str, Option(description="Those allowed, of + - * /."), AfterValidator(_operators)] = "+-*/",
 ) -> RewardResult:
     """The reference is JSON with ``numbers`` and ``target``."""
+    _given(sample)
     made = countdown_problem.make_reward(CountdownData(operators=operators), _ONLY_RIGHT)(sample)
     assert isinstance(made, RewardResult)
     return made
@@ -176,7 +182,7 @@ def exact_match(
     case: Case = False,
 ) -> RewardResult:
     """Whether the answer is the reference; white space around and between words is one space."""
-    answer = sample.response
+    answer, expected = sample.response, _given(sample)
     if pattern is not None:
         found = list(re.finditer(pattern, answer, re.DOTALL))
         if not found:
@@ -184,7 +190,7 @@ def exact_match(
         answer = found[-1][1 if found[-1].re.groups else 0]
         if answer is None:  # the group is in a part of the pattern that did not match
             return judged(False)
-    answer, expected = (" ".join(text.split()) for text in (answer, sample.reference))
+    answer, expected = (" ".join(text.split()) for text in (answer, expected))
     same = answer == expected if case else answer.casefold() == expected.casefold()
     return judged(same, answer)
 
@@ -197,7 +203,7 @@ def regex(
     whole: Annotated[bool, Option(description="The whole response has to match.")] = False,
 ) -> RewardResult:
     """1 if the pattern is found in the response."""
-    wanted = sample.reference if pattern is None else pattern
+    wanted = _given(sample) if pattern is None else pattern
     found = (re.fullmatch if whole else re.search)(wanted, sample.response, re.DOTALL)
     return judged(found is not None)
 

@@ -133,7 +133,8 @@ def cases_of(reference: str) -> dict[str, Any]:
         filled = len(kinds) == 1 and isinstance(tests[kinds[0]], list) and len(tests[kinds[0]]) > 0
         for case in tests[kinds[0]] if filled else ():
             if kinds == ["asserts"]:
-                ast.parse(case)
+                if not _checks(ast.parse(case).body):
+                    raise ValueError(f"{case[:80]!r} checks nothing: it has no assert and calls nothing")
             else:
                 for name in ("stdin", "stdout") if kinds == ["stdin_stdout"] else ("args", "result"):
                     case[name]
@@ -146,6 +147,17 @@ def cases_of(reference: str) -> dict[str, Any]:
     raise ValueError(
         f"the reference {reference[:80]!r} holds no test cases: give one of {', '.join(KINDS)}, a full list"
     )
+
+
+def _checks(statements: Sequence[ast.stmt]) -> bool:
+    """Whether one that runs is an assert or a call; what only stands in a function does not run."""
+    for each in statements:
+        if isinstance(each, ast.Assert) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)):
+            return True
+        inside = [child for child in ast.iter_child_nodes(each) if isinstance(child, ast.stmt)]
+        if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and _checks(inside):
+            return True
+    return False
 
 
 def judge(program: str, tests: Mapping[str, Any], box: Box) -> list[Case]:

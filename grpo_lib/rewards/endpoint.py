@@ -5,18 +5,27 @@ How many are asked at a time, how often and for how long are settings of the run
 """
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import JsonValue
+from pydantic import AfterValidator, JsonValue
 
 from grpo_lib.algorithms.registry import Option
-from grpo_lib.config_base import UrlWithoutSecrets
+from grpo_lib.config_base import Pattern, UrlWithoutSecrets
 from grpo_lib.errors import ConfigError
 from grpo_lib.rewards.chat import SHOWN, Endpoint, api_key
 from grpo_lib.rewards.registry import REWARDS
 from grpo_lib.types import NoRewardError, RewardResult, Sample
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+
+def _has_group(pattern: str) -> str:
+    if not re.compile(pattern).groups:
+        raise ValueError("has no group: put what the judge says into parentheses")
+    return pattern
 
 
 @REWARDS.register(
@@ -35,7 +44,8 @@ async def judge(
     prompt_file: Annotated[str | None, Option(description="File that holds the question instead.")] = None,
     system: Annotated[str | None, Option(description="System prompt; null: none.")] = None,
     pattern: Annotated[
-        str | None, Option(description="Where it matches last in the answer, its first group is a number or a word.")
+        Annotated[Pattern, AfterValidator(_has_group)] | None,
+        Option(description="Where it matches last in the answer, its first group is a number or a word."),
     ] = None,
     field: Annotated[str | None, Option(description="Instead of it: place in an answer that is JSON (a.b.0).")] = None,
     values: Annotated[
@@ -102,10 +112,9 @@ def parsed(
     if word is None:
         raise ValueError(f"the judge's answer {answer[:SHOWN]!r} has no {pattern if field is None else field}")
     if values is None:
-        try:
-            number = float(word)
-        except ValueError:
-            raise ValueError(f"the judge says {word[:SHOWN]!r}, which is no number: say in values what it is") from None
+        number = float(word) if _NUMBER.fullmatch(word) else math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"the judge says {word[:SHOWN]!r}, which is no number: say in values what it is")
     else:
         known = {each.casefold(): float(value) for each, value in values.items()}
         if word.casefold() not in known:
@@ -138,7 +147,7 @@ def _matched(answer: str, pattern: str) -> str | None:
     found = list(re.finditer(pattern, answer, re.DOTALL))
     if not found:
         return None
-    word = found[-1][1] if found[-1].re.groups else found[-1][0]
+    word: str | None = found[-1][1]
     return None if word is None else word.strip()
 
 

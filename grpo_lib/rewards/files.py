@@ -76,13 +76,15 @@ def chosen_columns(rows: Sequence[Row], given: Mapping[str, str]) -> dict[str, s
 
 
 def samples_in(rows: Sequence[Row], chosen: Mapping[str, str]) -> list[Sample]:
-    """A sample for each row; all columns that are not ``chosen`` are metadata."""
+    """A sample for each row; all columns that are not ``chosen`` are metadata. One without a response is a failure."""
     others = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in chosen.values()]
 
     def text(row: Row, name: str) -> str:
         value = row.get(chosen[name]) if name in chosen else None
-        if value is None or isinstance(value, str):
-            return value or ""
+        if _is_null(value):
+            return ""
+        if isinstance(value, str):
+            return value
         return json.dumps(value, default=str) if isinstance(value, dict | list | bool) else str(value)
 
     return [
@@ -93,11 +95,17 @@ def samples_in(rows: Sequence[Row], chosen: Mapping[str, str]) -> list[Sample]:
             data_source=text(row, "data_source") or "file",
             response_tokens=_count(row, chosen),
             finish_reason=text(row, "finish_reason") or "stop",
+            failure=f"the column {chosen['response']!r} is null" if _is_null(row.get(chosen["response"])) else None,
             prompt_id=text(row, "prompt_id") or str(place),
             metadata={name: row.get(name) for name in others},
         )
         for place, row in enumerate(rows)
     ]
+
+
+def _is_null(value: object) -> bool:
+    """None, or NaN: pandas has no other null for numbers."""
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def _is_count(value: object) -> bool:
@@ -108,7 +116,7 @@ def _is_count(value: object) -> bool:
 
 def _count(row: Row, chosen: Mapping[str, str]) -> int:
     """Tokens of a response; words, where nobody counted tokens."""
-    value = row.get(chosen["response_tokens"]) if "response_tokens" in chosen else None
-    if value is None or value != value:  # NaN: pandas has no other null for numbers
+    value: Any = row.get(chosen["response_tokens"]) if "response_tokens" in chosen else None
+    if _is_null(value):
         return len(str(row.get(chosen["response"]) or "").split())
     return int(value)

@@ -14,13 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from grpo_lib.errors import RewardError
+from grpo_lib.rewards.judge_time import GRACE_SECONDS
 from grpo_lib.rewards.judge_wire import Order, frame
-from grpo_lib.rewards.verdicts import Verdict, from_values
+from grpo_lib.rewards.verdicts import Verdict, cut, from_values
 from grpo_lib.types import Sample
 
 logger = logging.getLogger(__name__)
-GRACE_SECONDS = 2.0
-"""After its timeout a sample has so long to let itself be interrupted."""
 START_SECONDS = 120.0
 PRINTED_BYTES = 64 * 1024
 """Of what functions print, so much is logged."""
@@ -33,6 +32,8 @@ SIDE_BY_SIDE = 256
 PAUSE_SECONDS = 0.001
 """After it was heard it may gather more verdicts for so long: to wake up for each takes longer than to judge it."""
 PIPE_BYTES = 2**20
+LONGEST_LINE = 64 * 2**20
+BROKE = "the process of the reward function broke the protocol: something else wrote to the pipe of its verdicts"
 
 
 class Work:
@@ -64,7 +65,7 @@ class JudgeProcess:
     def __init__(self, order: Order, name: str) -> None:
         self._order, self._name = order, name
         reading, writing = os.pipe()
-        command = [sys.executable, "-m", "grpo_lib.rewards.judge_process", str(writing)]
+        command = [sys.executable, "-m", "grpo_lib.rewards.judge_process", str(writing), str(os.getpid())]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -83,6 +84,10 @@ class JudgeProcess:
             except OSError:
                 pass  # this user has too many large pipes: it works with small ones
         self._rest, self._why = b"", ""
+        self.gone = False
+        """It ended or hung, or what it says can't be trusted: it judges nothing any more."""
+        self.blamed: list[int] = []
+        """Places of the samples that it ended because of, if it said so."""
         self._sent = 0
         self._left: dict[int, int] = {}
         """Number and place of what was sent and not judged yet."""
@@ -92,7 +97,7 @@ class JudgeProcess:
         self._write(memoryview(order.line()))
         if not self._heard(time.monotonic() + START_SECONDS):
             self.end()
-            said = self._printed.decode(errors="replace").strip()
+            said = self._why or self._printed.decode(errors="replace").strip()
             raise RewardError(f"the process of reward function {name!r} did not start: {said[-2000:]}")
 
     @property
@@ -101,7 +106,8 @@ class JudgeProcess:
         return list(self._left.values())
 
     def judge(self, samples: Sequence[Sample], work: Work) -> Iterator[tuple[int, Verdict]]:
-        """Places and verdicts as they come, until there is no more work; or until the process ended or hung: `left`."""
+        """Places and verdicts as they come, until there is no more work; or until the process is ``gone``: `left`."""
+        self.gone = True  # unless it comes to the end
         silence = self._order.timeout_seconds + GRACE_SECONDS
         began, until, judged = time.monotonic(), time.monotonic() + silence, 0
         box, over = memoryview(b""), False  # what is being sent
@@ -125,11 +131,15 @@ class JudgeProcess:
                 said = self._read()
                 if said is None:
                     return
-                for number, verdict in filter(None, said):
+                for line in filter(None, said):
+                    found = self._understood(line, samples)
+                    if found is None:
+                        return
                     judged += 1
-                    yield self._left.pop(number), from_values(verdict)
+                    yield found
                 if self._left:
                     time.sleep(PAUSE_SECONDS)
+        self.gone = False
 
     def end(self, finished: bool = False) -> str:
         """Ends the process and whatever it started; returns how it ended, if by itself.
@@ -156,6 +166,22 @@ class JudgeProcess:
             logger.info("%s printed: %s", self._name, self._printed.decode(errors="replace").strip())
         how = f"by signal {-code}" if code is not None and code < 0 else f"with code {code}"
         return self._why or f"the process of the reward function ended {how}"
+
+    def _understood(self, line: Any, samples: Sequence[Sample]) -> tuple[int, Verdict] | None:
+        """Place and verdict of a line; None: it is the last, or no such line."""
+        try:
+            if type(line[0]) is str:
+                why, *numbers = line
+                self.blamed, self._why = [self._left[each] for each in numbers], cut(why)
+                return None
+            number, values = line
+            place = self._left[number]
+            verdict = from_values(values, len(samples[place].response_ids), len(samples[place].response))
+        except Exception:  # whatever it may be that a user's function wrote there
+            self._why = BROKE
+            return None
+        del self._left[number]
+        return place, verdict
 
     def _size(self, work: Work, rate: float) -> tuple[int, int]:
         """Samples of the next frame, and of how many the process may be behind when it gets that."""
@@ -195,13 +221,23 @@ class JudgeProcess:
             if said is None:
                 return False
             if said:
-                return True
+                if said[0]:
+                    self._why = str(said[0][0])
+                return not said[0]
 
-    def _read(self) -> list[Any] | None:
-        """The lines that it said; None: it is gone."""
+    def _read(self) -> list[list[Any]] | None:
+        """The lines that it said, what is none as [BROKE]; None: it is gone."""
         data = os.read(self._answers, PIPE_BYTES)
+        if not data:
+            return None
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return json.loads(b"[%b]" % b",".join(lines)) if data else None
+        try:
+            said = json.loads(b"[%b]" % b",".join(lines))
+        except (ValueError, RecursionError):
+            said = []
+        if len(said) != len(lines) or any(type(each) is not list for each in said):
+            said = [_line(each) for each in lines]
+        return said if len(self._rest) <= LONGEST_LINE else [*said, [BROKE]]
 
     def _listen(self) -> None:
         """Keeps the beginning of what functions print, and lets the rest go."""
@@ -209,3 +245,11 @@ class JudgeProcess:
         with self._process.stdout as output:
             while data := output.read1(1 << 16):  # type: ignore[attr-defined]
                 self._printed += data[: PRINTED_BYTES - len(self._printed)]
+
+
+def _line(data: bytes) -> list[Any]:
+    try:
+        said = json.loads(data)
+    except (ValueError, RecursionError):
+        said = None
+    return said if type(said) is list else [BROKE]

@@ -8,6 +8,8 @@ judged again, one at a time.
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
 
 from grpo_lib.config_reward import RewardRunnerConfig
 from grpo_lib.rewards.judge_pipe import JudgeProcess, Work
@@ -18,6 +20,11 @@ from grpo_lib.types import Sample
 
 Keep = Callable[[int, Verdict], None]
 """Takes the place of a sample and its verdict."""
+
+
+@cache
+def _turn_of(digest: str) -> threading.Lock:
+    return threading.Lock()
 
 
 class JudgePool:
@@ -43,6 +50,8 @@ class JudgePool:
     def judge(self, samples: Sequence[Sample], done: Callable[[], None] = lambda: None) -> list[Verdict | None]:
         """A verdict for each sample; None for those that were not judged any more (``stop_after``).
 
+        Pools of one async function take turns: what ``runner`` allows, it allows them together.
+
         Args:
             done: is called after each sample.
 
@@ -65,12 +74,14 @@ class JudgePool:
             except BaseException as error:
                 errors.append(error)
 
+        turn = _turn_of(self._judge.digest) if self._judge.kind.startswith("async") else nullcontext()
         count = min(self._runner.processes, len(samples)) if self._judge.kind == "sample" else 1
         threads = [threading.Thread(target=work, name="judges", daemon=True) for _ in range(count)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        with turn:
+            for each in threads:
+                each.start()
+            for each in threads:
+                each.join()
         if errors:
             raise errors[0]
         return verdicts
@@ -86,6 +97,7 @@ class JudgePool:
             concurrency=min(self._runner.concurrency, max(1, count)),
             rate=self._runner.rate,
             memory_bytes=int(self._runner.memory_gib * 2**30),
+            files=dict(self._judge.files),
         )
 
     def _work(
@@ -105,12 +117,11 @@ class JudgePool:
                     keep(place, verdict)
                     if enough():
                         return
-                left = process.left
-                if not left:
+                if not process.gone:
                     continue
                 reason = process.end()
+                lost, again, later = self._sorted(process, order.concurrency)
                 process = None
-                lost, again, later = self._sorted(left, order.concurrency)
                 for each in lost:
                     keep(each, NoReward(reason))
                 alone += again
@@ -119,8 +130,11 @@ class JudgePool:
             if process is not None:
                 process.end(finished=True)
 
-    def _sorted(self, left: list[int], concurrency: int) -> tuple[list[int], list[int], list[int]]:
+    def _sorted(self, process: JudgeProcess, concurrency: int) -> tuple[list[int], list[int], list[int]]:
         """Of a process that ended: those that it was lost on, those to be judged alone, and those not begun."""
+        left = process.left
+        if process.blamed and self._judge.kind == "async sample":
+            return process.blamed, [], [each for each in left if each not in process.blamed]
         if self._judge.kind.endswith("samples"):
             return left, [], []
         if self._judge.kind == "sample" or len(left) == 1:

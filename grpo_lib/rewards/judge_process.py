@@ -2,20 +2,28 @@
 
 What the function prints goes where the parent reads it, apart from verdicts. It may hang, crash, or take all memory:
 then this process ends, and the parent knows which sample it was, because a verdict is written before the next sample.
+
+It ends with its parent, however that ends.
 """
 
 import asyncio
+import ctypes
 import gc
+import hashlib
 import importlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from grpo_lib.errors import RewardError
 from grpo_lib.rewards.judge_time import Alarm, Seat, TookTooLongError
 from grpo_lib.rewards.judge_wire import Ears, Mouth, Order
 from grpo_lib.rewards.pace import PACE, Pace
@@ -25,27 +33,59 @@ from grpo_lib.types import Sample
 BEAT_SECONDS = 0.5
 COLLECTED = 50_000
 """New objects after which Python looks for garbage: samples come by the thousand, and are none."""
+MOST_THREADS, THREAD_BYTES = 256, 32 * 2**20
+"""For what async functions hand to threads: so many, and one for so much of the memory that the process may take."""
+PR_SET_PDEATHSIG = 1
+M_ARENA_MAX = -8
 
 
 def main() -> None:
-    """The body of the process; its pipes are its standard input and the number in its arguments."""
+    """The body of the process; its arguments are a pipe's number (the other is its standard input) and its parent."""
+    _end_with(int(sys.argv[2]))
     ears, mouth = Ears(os.fdopen(os.dup(0), "rb")), Mouth(int(sys.argv[1]))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     order = Order(**json.loads(ears.given.readline()))
     os.chdir(order.folder)
-    function = _function(order)
+    try:
+        _check_files(order)
+        function = _function(order)
+        _check_files(order)  # nor was it changed in between
+    except RewardError as error:
+        mouth.say(str(error))
+        return
     resource.setrlimit(resource.RLIMIT_AS, (order.memory_bytes, order.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.freeze()
     gc.set_threshold(COLLECTED)
     mouth.say()
-    while not ears.closed:
-        if order.kind == "sample":
+    if order.kind == "sample":
+        while not ears.closed:
             _one_by_one(function, ears, mouth, order)
-        elif order.kind == "samples":
+    elif order.kind == "samples":
+        while not ears.closed:
             _all_at_once(function, ears, mouth, order)
-        else:
-            asyncio.run(_side_by_side(function, ears, mouth, order))
+    else:
+        _rounds(function, ears, mouth, order)
+
+
+def _end_with(parent: int) -> None:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+def _check_files(order: Order) -> None:
+    """A process that follows another one, which crashed, must not judge with another function.
+
+    Raises:
+        RewardError: a file is not what it was.
+    """
+    for path, digest in order.files.items():
+        file = Path(path)
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise RewardError(f"{path} was changed while the run was judging with it; resume the run")
 
 
 def _function(order: Order) -> Any:
@@ -93,9 +133,21 @@ def _all_at_once(function: Any, ears: Ears, mouth: Mouth, order: Order) -> None:
             mouth.judged(number, verdict)
 
 
+def _rounds(function: Any, ears: Ears, mouth: Mouth, order: Order) -> None:
+    """All in one event loop: what a function has left behind in it or in a thread holds no round up."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_ARENA_MAX, 4)  # else each thread takes 64 MiB of the memory that the process may take
+    threads = min(order.concurrency, MOST_THREADS, max(1, order.memory_bytes // THREAD_BYTES))
+    PACE.set(Pace(order.rate))
+    with asyncio.Runner() as runner:
+        runner.get_loop().set_default_executor(ThreadPoolExecutor(threads))
+        while not ears.closed:
+            runner.run(_side_by_side(function, ears, mouth, order))
+
+
 async def _side_by_side(function: Any, ears: Ears, mouth: Mouth, order: Order) -> None:
     """A round of an async function, of a sample or of all."""
-    PACE.set(Pace(order.rate))
     if order.kind == "async sample":
         coming = ears.samples()
         seats = [Seat(order.timeout_seconds) for _ in range(order.concurrency)]
@@ -103,18 +155,21 @@ async def _side_by_side(function: Any, ears: Ears, mouth: Mouth, order: Order) -
     else:
         seats = [Seat(order.timeout_seconds)]
         judging = [asyncio.create_task(_judge_all(function, ears, mouth, seats[0]))]
-    watching = asyncio.create_task(_watch(seats, mouth, min(BEAT_SECONDS, order.timeout_seconds / 10)))
+    watching = asyncio.create_task(_watch(seats, mouth, order))
     await asyncio.gather(*judging)
     watching.cancel()
 
 
-async def _watch(seats: Sequence[Seat], mouth: Mouth, every: float) -> None:
+async def _watch(seats: Sequence[Seat], mouth: Mouth, order: Order) -> None:
     while True:
         mouth.say()
         now = time.monotonic()
         for seat in seats:
-            seat.look(now)
-        await asyncio.sleep(every)
+            if not seat.look(now):
+                why = f"took longer than reward.timeout_seconds={order.timeout_seconds:g}, and its end was swallowed"
+                mouth.say(why, seat.number)
+                os._exit(1)
+        await asyncio.sleep(min(BEAT_SECONDS, order.timeout_seconds / 10))
 
 
 async def _judge(function: Any, coming: Iterator[tuple[int, Sample]], mouth: Mouth, seat: Seat) -> None:
@@ -123,7 +178,7 @@ async def _judge(function: Any, coming: Iterator[tuple[int, Sample]], mouth: Mou
         if pace.bounded:
             await pace.turn()
         try:
-            result = await seat.result(function(sample))
+            result = await seat.result(number, function(sample))
             verdict: Verdict = verdict_of(result, len(sample.response_ids), len(sample.response))
         except (Exception, TookTooLongError) as error:
             verdict = failed(error)
@@ -133,7 +188,7 @@ async def _judge(function: Any, coming: Iterator[tuple[int, Sample]], mouth: Mou
 async def _judge_all(function: Any, ears: Ears, mouth: Mouth, seat: Seat) -> None:
     for first, samples in ears.frames():
         try:
-            verdicts = each_verdict(await seat.result(function(samples)), samples)
+            verdicts = each_verdict(await seat.result(first, function(samples)), samples)
         except (Exception, TookTooLongError) as error:
             verdicts = [failed(error) for _ in samples]
         for number, verdict in enumerate(verdicts, first):

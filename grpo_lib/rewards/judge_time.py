@@ -7,6 +7,9 @@ import time
 from collections.abc import Awaitable
 from typing import Any
 
+GRACE_SECONDS = 2.0
+"""After its timeout a sample has so long to let itself be interrupted."""
+
 
 class TookTooLongError(BaseException):
     """A sample was not judged in time. No Exception: functions and libraries that catch all of those would give a 0."""
@@ -51,14 +54,17 @@ class Seat:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._until, self._late = math.inf, False
+        self._stuck_from = math.inf
         self._task: asyncio.Task[None] | None = None
+        self.number = 0
+        """Of the sample that is judged."""
 
-    async def result(self, judging: Awaitable[Any]) -> Any:
+    async def result(self, number: int, judging: Awaitable[Any]) -> Any:
         """
         Raises:
             TookTooLongError: it was ended.
         """
-        self._task, self._late = asyncio.current_task(), False
+        self._task, self._late, self.number = asyncio.current_task(), False, number
         self._until = time.monotonic() + self._seconds
         try:
             result = await judging
@@ -70,15 +76,17 @@ class Seat:
                 raise
             raise _too_long(self._seconds, "; ".join(getattr(error, "__notes__", []))) from None
         finally:
-            self._until = math.inf
+            self._until = self._stuck_from = math.inf
             if self._late and self._task is not None:
                 self._task.uncancel()
 
-    def look(self, now: float) -> None:
-        """Ends what takes too long."""
+    def look(self, now: float) -> bool:
+        """Ends what takes too long; False: that was some time ago, and it goes on all the same."""
         if now > self._until and self._task is not None:
             self._late, self._until = True, math.inf
+            self._stuck_from = now + GRACE_SECONDS
             self._task.cancel()
+        return now <= self._stuck_from
 
 
 def _too_long(seconds: float, heard: str = "") -> TookTooLongError:

@@ -2,7 +2,7 @@
 
 first line in   what to run: see `Order`
 then in         frames: a length of 8 bytes, and so many of pickled samples; an empty one ends a round
-lines out       []: it is alive; [n, verdict]: of the n-th sample
+lines out       []: it is alive; [n, verdict]: of the n-th sample; [why] or [why, n]: it ends because of that sample
 """
 
 import json
@@ -36,6 +36,8 @@ class Order:
     concurrency: int
     rate: float | None
     memory_bytes: int
+    files: dict[str, str]
+    """`Judge.files`."""
 
     def line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -82,9 +84,11 @@ class Mouth:
     """Lines that go out; each is written when it is said."""
 
     def __init__(self, number: int) -> None:
-        self._number = number
+        self._number, self._process = number, os.getpid()
 
     def say(self, *values: Any) -> None:
+        if os.getpid() != self._process:  # the function has forked, and came back from that twice
+            os._exit(1)
         data = json.dumps(values).encode() + b"\n"
         while data:
             data = data[os.write(self._number, data) :]

@@ -2,13 +2,15 @@
 
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +22,6 @@ from grpo_lib.errors import ConfigError, GrpoError
 from grpo_lib.plugins import load_function, load_plugins
 from grpo_lib.rewards.registry import REWARDS
 from grpo_lib.types import Problem, RewardFunction
-from grpo_lib.urls import shown
 
 Kind = Literal["sample", "samples", "async sample", "async samples"]
 BUILT_IN = (
@@ -56,6 +57,8 @@ class Judge:
     """It runs in a process of its own: what the user wrote, and what may hang on a response."""
     digest: str
     """Of what it computes: its source and its options."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Of the user's own with their sha256: what another process must find there to judge the same."""
     check: Callable[[], None] | None = None
     """Raises a ``GrpoError`` if it can't work on this machine."""
 
@@ -156,18 +159,23 @@ def _judge(config: RewardFunctionConfig, origin: str) -> Judge:
         own = bool(entry.source)
         function, isolated = entry.function, own or bool(traits.get("isolated"))
         place = f"registry:{config.name}"
-        source = next(iter(entry.source.values()))[1] if own else _file_digest(function)
+        files = dict(entry.source.values())
+        source = next(iter(files.values())) if own else _file_digest(_file_of(function))
         for module in traits.get("modules", ()):
             source += _module_digest(module)
         for option in traits.get("files", ()):
             source += _content_digest(config.kwargs.get(option))
+        for package in traits.get("packages", ()):
+            source += _version(package)
         if "check" in traits:
             check = partial(traits["check"], **bound.keywords)
     else:
         place = f"{config.path}:{config.name}"
         function = load_function(place, origin)
         bound, isolated = partial(function, **config.kwargs), True
-        source = _file_digest(function)
+        named, own_file = _file_named(config.path), _file_of(function)  # two, where a decorator of another file made it
+        files = {str(each): _file_digest(each) for each in (named, own_file)}
+        source = "".join(files.values())
     kind = kind_of(function, place, config.kwargs, origin)
     text = json.dumps([place, source, config.kwargs], sort_keys=True)
     return Judge(
@@ -181,6 +189,7 @@ def _judge(config: RewardFunctionConfig, origin: str) -> Judge:
         isolated=isolated,
         digest=hashlib.sha256(text.encode()).hexdigest(),
         check=check,
+        files=files,
     )
 
 
@@ -203,9 +212,8 @@ def kind_of(function: Callable[..., Any], place: str, options: Mapping[str, Any]
     try:
         signature.bind(None, **options)
     except TypeError as error:
-        raise ConfigError(
-            f"{origin}: {place}{signature} can't be called with kwargs={shown(dict(options))}: {error}"
-        ) from None
+        given = f"with kwargs of {', '.join(options)}" if options else "without kwargs"  # their values may be secret
+        raise ConfigError(f"{origin}: {place}{signature} can't be called {given}: {error}") from None
     is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
     if first == "sample":
         return "async sample" if is_async else "sample"
@@ -239,8 +247,33 @@ def _module_digest(name: str) -> str:
     return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
 
 
-def _file_digest(function: Callable[..., Any]) -> str:
+def _file_named(path: str) -> Path:
+    """Of the ``path`` of a function that was loaded from there: a file or a module."""
+    if path.endswith(".py"):
+        return Path(path).resolve()
+    return Path(str(sys.modules[path].__file__)).resolve()
+
+
+def _file_of(function: Callable[..., Any]) -> Path:
     try:
-        return hashlib.sha256(Path(inspect.getfile(inspect.unwrap(function))).read_bytes()).hexdigest()
+        return Path(inspect.getfile(inspect.unwrap(function))).resolve()
     except (OSError, TypeError) as error:
         raise ConfigError(f"{function!r}: a reward function must stand in a file: {error}") from None
+
+
+def _file_digest(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"a reward function must stand in a file: {error}") from None
+
+
+@lru_cache
+def _version(module: str) -> str:
+    """Of the distribution that a module belongs to; empty where it is not installed."""
+    for name in (module, *importlib.metadata.packages_distributions().get(module, ())):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""

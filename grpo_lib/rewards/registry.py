@@ -8,6 +8,7 @@ Traits:
     isolated: True for what may hang or crash on a response: it runs in a process of its own.
     modules: those that belong to it; with its own file they make up the digest of what it computes.
     files: options that name a file or folder, whose content belongs to that too.
+    packages: those whose version belongs to that: another one may judge otherwise.
     imports: packages that are imported before its first sample, whose time they would take.
     check: a function of its options that raises a ``GrpoError`` if it can't work on this machine.
 """

@@ -53,6 +53,7 @@ def score(
     verdicts: dict[str, list[Verdict | None]] = {}
     progress = _Progress(len(reward.judges), on_progress)
     allowed = reward.settings.max_failed * len(asked)
+    lost = set[int]()
     for judge in reward.judges:
         fresh = [place for place in asked if judge.judges(samples[place].data_source)]
         found = verdicts.setdefault(judge.name, [None] * len(samples))
@@ -61,9 +62,13 @@ def score(
                 found[place] = known.get((judge.digest, digest_of(samples[place])))
             fresh = [place for place in fresh if found[place] is None]
         progress.more(len(samples) - len(fresh))
-        made = _judged([samples[place] for place in fresh], judge, reward, allowed, progress.one)
+        made: list[Verdict] = [NoReward(NOT_JUDGED) for _ in fresh]
+        if len(lost) <= allowed:
+            made = _judged([samples[place] for place in fresh], judge, reward, allowed, progress.one)
         for place, verdict in zip(fresh, made, strict=True):
             found[place] = verdict
+            if isinstance(verdict, NoReward):
+                lost.add(place)
     return _added_up(samples, reward.judges, verdicts)
 
 
@@ -166,7 +171,8 @@ def _added_up(samples: Sequence[Sample], judges: Sequence[Judge], verdicts: dict
             if verdict.spent:
                 spent.put(place, verdict.spent, prefix)
             if isinstance(verdict, NoReward):
-                reasons[place] = reasons[place] or (verdict.reason if alone else f"{judge.name}: {verdict.reason}")
+                named = verdict.reason if alone or verdict.reason == NOT_JUDGED else f"{judge.name}: {verdict.reason}"
+                reasons[place] = reasons[place] or named
                 continue
             totals[place] += judge.weight * verdict.value
             if answers[place] is None:

@@ -17,6 +17,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import ceil
+from typing import get_args
 
 import httpx
 
@@ -122,8 +123,9 @@ def run(
     code = process.returncode
     if level in STRONG and code > 128:
         code = 128 - code
-    if not started and why is None:
-        raise RewardError(f"sandbox level {level!r} does not work here: {' '.join(err.split())[-500:]}")
+    if not started:  # whatever it was ended for, the program had no part in it
+        how = "does not work here" if why is None else f"did not start: ended for {why} after {limits.wall_seconds:g} s"
+        raise RewardError(f"sandbox level {level!r} {how}: {' '.join(err.split())[-500:]}")
     if why is None and code in (-signal.SIGKILL, -signal.SIGXCPU):
         why = "cpu time" if code == -signal.SIGXCPU else "killed"
     code = -signal.SIGKILL if why else code
@@ -164,10 +166,12 @@ def _run_there(program: str, stdin: str, limits: Limits, endpoint: str | None) -
         answer = httpx.post(endpoint, json=question, timeout=limits.wall_seconds + REMOTE_GRACE_SECONDS)
         answer.raise_for_status()
         said = answer.json()
-        return Ran(
-            stdout=str(said["stdout"])[:most], stderr=str(said["stderr"])[:most], code=int(said["code"]),
-            why=said["reason"], seconds=time.monotonic() - began,
-        )  # fmt: skip
+        out, err, code, why = (said[name] for name in ("stdout", "stderr", "code", "reason"))
+        if not (isinstance(out, str) and isinstance(err, str) and type(code) is int):
+            raise TypeError("stdout and stderr must be texts, and code a whole number")
+        if why not in (None, *get_args(Why)):
+            raise ValueError(f"reason {str(why)[:80]!r} is neither null nor one of {', '.join(get_args(Why))}")
+        return Ran(stdout=out[:most], stderr=err[:most], code=code, why=why, seconds=time.monotonic() - began)
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         said = without_secrets(f"the sandbox at {endpoint} failed: {type(error).__name__}: {error}")
         raise RewardError(said) from None

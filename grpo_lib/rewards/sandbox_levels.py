@@ -2,7 +2,8 @@
 
 What a program finds behind those of `bubblewrap` and `namespaces`: ``/usr``, ``/bin``, ``/lib*`` and Python's own
 folder, read-only; ``/dev`` with null, zero and urandom; ``/tmp``, small and in memory. No ``/proc``, ``/etc`` or home;
-no network, not even 127.0.0.1; no other process. It has no capability and can't get one.
+no network, not even 127.0.0.1; no other process. It has no capability and can't get one. Sockets of the kinds that no
+network namespace holds back (of a virtual machine to its host, AF_VSOCK) it can't make: `socket_filter`.
 
 The root that it sees is a folder in the file system's root, entered by chroot after all else is gone: in a chroot the
 kernel makes no user namespaces, in which it would have capabilities again and could mount.
@@ -12,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import struct
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -34,8 +36,15 @@ OPEN_FILES = 64
 BOOT = f"""
 def start():
     import os, resource, sys
-    folder, file, cpu, memory, processes, disk = sys.argv[1], *map(int, sys.argv[2:])
+    folder, sockets, (file, cpu, memory, processes, disk) = *sys.argv[1:3], map(int, sys.argv[3:])
     os.chdir(folder)
+    if sockets:
+        import ctypes, struct
+        libc, rules = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(bytes.fromhex(sockets))
+        # PR_SET_NO_NEW_PRIVS; PR_SET_SECCOMP to SECCOMP_MODE_FILTER
+        head = struct.pack("HP", len(sockets) // 16, ctypes.addressof(rules))
+        if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, head):
+            raise OSError(ctypes.get_errno(), "this kernel takes no seccomp filter")
     bounds = dict(CPU=cpu, AS=memory, NPROC=processes, FSIZE=disk, NOFILE={OPEN_FILES}, CORE=0, MSGQUEUE=0)
     for name, most in bounds.items():
         number = getattr(resource, "RLIMIT_" + name, None)
@@ -58,7 +67,7 @@ def start():
     return compile(text, "program.py", "exec")
 exec(start())
 """
-"""Sets the limits, reads the program from the open file it was given, closes that, and becomes the program."""
+"""Sets filter and limits, reads the program from the open file it was given, closes that, and becomes the program."""
 
 
 def check_name(level: str) -> None:
@@ -84,7 +93,8 @@ def command(level: str, file: int, cpu_seconds: int, memory: int, processes: int
     folder = "/tmp" if level in STRONG else "."
     # RLIMIT_NPROC counts what the user runs elsewhere too, where the program has no user of its own
     bounds = [file, cpu_seconds, memory, processes if level in STRONG else -1, disk]
-    python = [own_python(), "-s", "-P", "-B", "-c", BOOT, folder, *map(str, bounds)]
+    sockets = socket_filter(os.uname().machine).hex() if level in STRONG else ""
+    python = [own_python(), "-s", "-P", "-B", "-c", BOOT, folder, sockets, *map(str, bounds)]
     if level == "limits":
         setpriv = shutil.which("setpriv")
         return [setpriv, "--pdeathsig", "KILL", "--", *python] if setpriv else python
@@ -97,6 +107,30 @@ def command(level: str, file: int, cpu_seconds: int, memory: int, processes: int
     if level == "bubblewrap":
         return _bubblewrap([*(drop if root else dies), "--", *python], disk, root)
     return _namespaces([*drop, "--", *python], disk, root)
+
+
+def socket_filter(machine: str) -> bytes:
+    """For seccomp: sockets are AF_UNIX, AF_INET or AF_INET6, all of which the network namespace holds.
+
+    Any other kind is refused (EPERM), and so are io_uring, which makes sockets unseen, and system calls of 32 bits,
+    which have other numbers. Empty for an architecture that is not known here.
+    """
+    if machine not in _SYSTEM_CALLS:
+        return b""
+    architecture, numbers = _SYSTEM_CALLS[machine]
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
+    rules = [  # what, how many rules to skip if so, if not, and the number
+        (load, 0, 0, 4), (equal, 0, 9, architecture),
+        (load, 0, 0, 0), (at_least, 7, 0, 0x40000000), (equal, 6, 0, 425),
+        (equal, 1, 0, numbers[0]), (equal, 0, 5, numbers[1]),
+        (load, 0, 0, 16), (equal, 3, 0, 1), (equal, 2, 0, 2), (equal, 1, 0, 10),
+        (give, 0, 0, 0x00050001), (give, 0, 0, 0x7FFF0000),  # EPERM; the call itself
+    ]  # fmt: skip
+    return b"".join(struct.pack("<HBBI", *rule) for rule in rules)
+
+
+_SYSTEM_CALLS = {"x86_64": (0xC000003E, (41, 53)), "aarch64": (0xC00000B7, (198, 199))}
+"""The architecture's number, and those of socket and socketpair."""
 
 
 def spare_user() -> int:

@@ -38,9 +38,11 @@ def verdict_of(result: object, tokens: int, chars: int) -> RewardResult:
         chars: of the response's text.
 
     Raises:
-        TypeError, ValueError: for what is no finite number, or scores that do not fit to the response.
+        TypeError, ValueError: for what is no finite number, scores that do not fit to the response, or two numbers of
+            one name.
     """
     if type(result) is RewardResult and _is_plain(result):
+        _check_spent(result.spent, result.components)
         return result
     if isinstance(result, Exception):  # of one sample, from a function of many
         raise result
@@ -59,14 +61,16 @@ def verdict_of(result: object, tokens: int, chars: int) -> RewardResult:
         wrong = [end for end, _ in steps if not 0 < end <= chars]
         if wrong:
             raise ValueError(f"a step ends at {wrong[0]}, the response has {chars} characters")
+    components, spent = _parts(result.components), _parts(result.spent)
+    _check_spent(spent, components)
     return RewardResult(
         value=_finite(result.value, "value"),
-        components=_parts(result.components),
+        components=components,
         answer=None if result.answer is None else _text(result.answer),
         token_scores=scores,
         step_scores=steps,
         text=None if result.text is None else _text(result.text)[:MAX_TEXT_CHARS],
-        spent=_parts(result.spent),
+        spent=spent,
     )
 
 
@@ -94,7 +98,7 @@ def failed(error: BaseException) -> NoReward:
     if not isinstance(error, NoRewardError):
         return NoReward(reason_of(error))
     try:
-        return NoReward(_text(error)[:MAX_REASON_CHARS], _parts(error.spent))
+        return NoReward(cut(error), _parts(error.spent))
     except Exception as wrong:
         return NoReward(reason_of(wrong))
 
@@ -103,7 +107,12 @@ def reason_of(error: BaseException) -> str:
     """Type and message in one line; safe where the error's own text can't be made or stored."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     text = re.sub(r"^grpo_lib\.[a-z_.]*", "", text)  # of our own errors nobody needs the module
-    return _text(text)[:MAX_REASON_CHARS]
+    return cut(text)
+
+
+def cut(reason: object) -> str:
+    """As long as a reason may be, and of what can be stored."""
+    return _text(reason)[:MAX_REASON_CHARS]
 
 
 def as_values(verdict: Verdict) -> list[Any]:
@@ -113,14 +122,21 @@ def as_values(verdict: Verdict) -> list[Any]:
     return list(_FIELDS(verdict))
 
 
-def from_values(values: Sequence[Any]) -> Verdict:
+def from_values(values: Sequence[Any], tokens: int, chars: int) -> Verdict:
+    """What `as_values` gave, checked: it comes from a process in which a user's function runs.
+
+    Raises:
+        Exception: it is something else.
+    """
     if len(values) == 2:
-        return NoReward(*values)
+        reason, spent = values
+        return NoReward(cut(reason), _parts(spent))
     value, components, answer, token_scores, step_scores, text, spent = values
-    return RewardResult(
+    result = RewardResult(
         value=value, components=components, answer=answer, token_scores=token_scores, step_scores=step_scores,
         text=text, spent=spent,
     )  # fmt: skip
+    return verdict_of(result, tokens, chars)
 
 
 def _is_plain(result: RewardResult) -> bool:
@@ -140,6 +156,12 @@ def _is_plain(result: RewardResult) -> bool:
         and (answer is None or (type(answer) is str and answer.isascii()))
         and (text is None or (type(text) is str and text.isascii() and len(text) <= MAX_TEXT_CHARS))
     )
+
+
+def _check_spent(spent: Mapping[str, float], components: Mapping[str, float]) -> None:
+    for name in spent:
+        if name in components:
+            raise ValueError(f"{name!r} is a component and in spent; give one of them another name")
 
 
 def _parts(parts: Mapping[str, float]) -> dict[str, float]:

@@ -8,6 +8,7 @@
         manifest.json                                   its existence is the commit
         remake.json                                     what is to come out when a damaged artifact is made again
         {attempt}/part-00000.arrow                      garbage unless the manifest names it
+        judged/{sha256}.arrow                           what an attempt that failed had judged; garbage as well
     index/{first two digits of key}/{key}.json          which run holds a manifest with that key
     damaged/runs/...                                    what was set aside, for people
     probe/...                                           what checks write and delete
@@ -22,6 +23,7 @@ RUNS = "runs"
 INDEX = "index"
 DAMAGED = "damaged"
 PROBES = "probe"
+JUDGED = "judged"
 _IN_ATTEMPT = re.compile(r"(runs/[^/]+/(?:setup|iterations/\d+)/[^/]+/[^/]+/[^/]+)/[^/]+")
 
 
@@ -143,6 +145,25 @@ def manifest_place(path: str) -> tuple[str, int | None, str]:
 def attempt_folder(folder: str, attempt: str) -> str:
     """Files of one attempt at a stage, below its stage folder."""
     return f"{folder}/{_step(attempt)}"
+
+
+def judged_file(run: str, iteration: int | None, stage: str, key: str, digest: str) -> str:
+    """What an attempt that failed had judged, by the sha256 of its bytes.
+
+    >>> judged_file("demo", 7, "reward", "c0ffee", "01234567")
+    'runs/demo/iterations/000007/reward/c0ffee/judged/01234567.arrow'
+    """
+    return f"{attempt_folder(stage_folder(run, iteration, stage, key), JUDGED)}/{_step(digest)}.arrow"
+
+
+def judged_digest(path: str, stage: str) -> str | None:
+    """The digest in the path of such a file of that stage; None: it is another file.
+
+    >>> judged_digest("runs/demo/iterations/000007/reward/c0ffee/judged/01234567.arrow", "reward")
+    '01234567'
+    """
+    *_, its_stage, _, folder, name = path.split("/")
+    return name.removesuffix(".arrow") if (its_stage, folder) == (stage, JUDGED) else None
 
 
 def attempt_of(path: str) -> str | None:

@@ -11,7 +11,7 @@ Readers trust nothing without a manifest, and verify every part against it befor
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -130,6 +130,28 @@ class StageStore:
         parts = [part for ref in refs for part in self.manifest(ref).parts if part.rows is not None]
         assert parts, f"no table in {[ref.manifest for ref in refs]}"
         return pa.concat_tables([_read_table(self._verified(part), columns) for part in parts])
+
+    def keep(self, stage: str, iteration: int | None, key: str, table: pa.Table) -> None:
+        """Keeps what an attempt that fails has paid for, for the next one; it is no artifact, and garbage in time."""
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        data = sink.getvalue().to_pybytes()
+        path = paths.judged_file(self.run, iteration, stage, key, hashlib.sha256(data).hexdigest())
+        self.objects.put_bytes(path, data)
+
+    def kept(self, stage: str, iteration: int | None) -> Iterator[pa.Table]:
+        """What attempts at the stage kept; what is damaged is left out: it only saves work."""
+        for info in self.objects.list(paths.iteration_folder(self.run, iteration)):
+            digest = paths.judged_digest(info.path, stage)
+            if digest is None:
+                continue
+            try:
+                data = self.objects.buffer(info.path)
+            except NotFoundError:
+                continue  # `grpo gc` was there
+            if hashlib.sha256(data).hexdigest() == digest:
+                yield pa.ipc.open_file(data).read_all()
 
     def files(self, ref: ArtifactRef) -> dict[str, pa.Buffer]:
         """The verified content of every file, by file name; locally memory-mapped."""

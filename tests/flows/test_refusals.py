@@ -72,6 +72,10 @@ def gsm8k(data: str, *overrides: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def reward(name: str, function: str, more: str = "weight: 1") -> tuple[str, ...]:
+    return tiny(f"reward.functions=[{{path: $data/{name}, name: {function}, {more}}}]")
+
+
 def model(folder: str, *overrides: str) -> tuple[str, ...]:
     return tiny("warm_start=null", f"model.path=$models/{folder}", *overrides)
 
@@ -251,6 +255,25 @@ MODELS = [
     case("weights that are none", model("sound"), "model can't be loaded", "sound", in_flow=True),
 ]
 
+REWARDS = [
+    case("no such file", reward("nowhere.py", "good"), "there is no file", "nowhere.py"),
+    case("misspelt function", reward("rewards.py", "goood"), "there is no 'goood' in it", "did you mean good"),
+    case("wrong parameter", reward("rewards.py", "wrong"), "must take `sample` first"),
+    case("option of a reward", reward("rewards.py", "good", "kwargs: {bonus: 1}"), "can't be called with", "bonus"),
+    case("always fails", reward("rewards.py", "broken"), "scored none", "ZeroDivisionError", "rewards.py:broken"),
+    case("unknown built-in", tiny("reward.functions=[{name: mth}]"), "unknown reward function 'mth'"),
+    case(
+        "no such data", reward("rewards.py", "good", "data_sources: [maths]"), "no prompt has the data_source 'maths'"
+    ),
+    case(
+        "prompts without a reward",
+        tiny("data={problem: files, train: [x.jsonl]}"),
+        "name functions in reward.functions",
+    ),
+    case("unknown sampler", tiny("rollout.sampler={name: pas}"), "unknown sampler 'pas'", "pass_rate"),
+    case("option of a sampler", tiny("rollout.sampler={kwargs: {memory: 2}}"), "kwargs.memory=2", "less than 1"),
+]
+
 DATA = [
     case("missing file", gsm8k("nowhere.jsonl"), "nowhere.jsonl does not exist", "set data.path"),
     case("missing held-out file", gsm8k("good.jsonl", "data.heldout_path=$data/nowhere.jsonl"), "does not exist"),
@@ -326,7 +349,8 @@ RUNS = [
 ]  # fmt: skip
 
 CASES = [
-    *COMMAND_LINE, *FILES, *OVERRIDES, *NUMBERS, *CHOICES, *ALGORITHM, *CONTRADICTIONS, *MODELS, *DATA, *PLACES, *RUNS
+    *COMMAND_LINE, *FILES, *OVERRIDES, *NUMBERS, *CHOICES, *ALGORITHM, *CONTRADICTIONS, *MODELS, *REWARDS, *DATA,
+    *PLACES, *RUNS,
 ]  # fmt: skip
 
 
@@ -491,6 +515,9 @@ def write_data(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text(f"{row()}\n{line}\n")
     (folder / "empty.jsonl").write_text("\n")
     (folder / "one.jsonl").write_text(row(question="1 + 1?") + "\n")
+    (folder / "rewards.py").write_text(
+        "def good(sample): return 1.0\ndef wrong(response): return 1.0\ndef broken(sample): return 1 / 0\n"
+    )
     (folder / "good.jsonl").write_text("".join(row(question=f"2 + {each}?") + "\n" for each in (3, 4, 10)))
 
 

@@ -119,6 +119,41 @@ def test_too_many_nulls_stop_the_run_and_a_mended_file_goes_on_with_what_was_gen
     assert all(each.summary["failed_fraction"] == 0 for each in of(manifests, "reward"))
 
 
+FAILS_AT_FIRST = """
+from pathlib import Path
+
+LOG, MENDED = Path({log!r}), Path({mended!r})
+
+
+def reward(sample):
+    if sample.rollout_id.count("-") != 2:  # of an evaluation
+        return 0.0
+    if not MENDED.exists() and LOG.exists() and len(LOG.read_text().split()) >= 3:
+        raise ValueError("no credit")
+    with LOG.open("a") as file:
+        print(sample.rollout_id, file=file)
+    return float(len(sample.response))
+"""
+
+
+def test_what_was_judged_before_too_many_failed_is_not_judged_again(tiny: Tiny, tmp_path: Path) -> None:
+    file, log, mended = tmp_path / "paid_reward.py", tmp_path / "log", tmp_path / "mended"
+    file.write_text(FAILS_AT_FIRST.format(log=str(log), mended=str(mended)))
+    config = tiny(functions(file), "rollout.shards=1", "iterations=1")
+    with pytest.raises(RewardError, match="1 x ValueError: no credit"):
+        train(config)
+    paid = log.read_text().split()
+    assert len(paid) == 3
+    (kept,) = Run(config).stages.kept("reward", 0)
+    assert kept.num_rows > 3
+    fresh_process()
+    mended.touch()
+    train(config)
+    judged = log.read_text().split()
+    assert len(judged) == len(set(judged)) == kept.num_rows
+    assert judged[:3] == paid
+
+
 STEPS = """
 from grpo_lib.types import RewardResult
 

@@ -308,17 +308,43 @@ def test_texts_stay_texts_and_all_else_becomes_text(here: Path) -> None:
         {"response": "3.5", "reference": 3.5},
         {"response": "true", "reference": True},
         {"response": '{"a": [1]}', "reference": {"a": [1]}},
-        {"response": None, "reference": ""},
-        {"response": ""},
         {"response": "日本 é", "reference": "日本 É"},
     ]
     write_jsonl(here / "t.jsonl", rows)
-    assert summary("t.jsonl", "--reward", "exact_match")["values"] == {"1": 8}
+    assert summary("t.jsonl", "--reward", "exact_match")["values"] == {"1": 6}
     write_jsonl(
         here / "c.jsonl",
         [{"response": "<think>x</think><answer>1+2</answer>", "reference": {"numbers": [1, 2], "target": 3}}],
     )
     assert summary("c.jsonl", "--reward", "countdown")["mean"] == 1.0
+
+
+def test_a_response_that_is_null_is_not_judged_and_one_that_is_empty_is(here: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"completion": "a b", "reference": "a b"},
+        {"completion": None, "reference": "", "id": "lost"},
+        {"completion": "", "reference": "a"},
+        {"reference": "a"},
+    ]
+    write_jsonl(here / "null.jsonl", rows)
+    found = summary("null.jsonl", "--reward", "exact_match", "--output", "out.parquet")
+    assert (found["samples"], found["scored"], found["values"]) == (4, 2, {"0": 1, "1": 1})
+    assert found["reasons"] == {"the column 'completion' is null": 2}
+    assert found["mean"] == 0.5
+    rows = pyarrow.parquet.read_table("out.parquet").to_pylist()
+    assert [row["value"] for row in rows] == [1.0, None, 0.0, None]
+    text = shown("null.jsonl", "--reward", "exact_match")
+    assert "2 x the column 'completion' is null\n    row 1 (from 0), lost: ''\n" in text
+    write_parquet(here / "nan.parquet", [{"response": 3.0}, {"response": math.nan}])
+    found = summary("nan.parquet", "--reward", "length", "--option", "target=2")
+    assert (found["values"], found["reasons"]) == ({"0.5": 1}, {"the column 'response' is null": 1})
+
+
+def test_without_references_what_compares_with_them_gives_no_value(here: Path) -> None:
+    write_jsonl(here / "bare.jsonl", [{"response": ""}, {"response": "a"}])
+    for name in ("regex", "exact_match"):
+        found = summary("bare.jsonl", "--reward", name)
+        assert (found["scored"], found["reasons"]) == (0, {"ValueError: the reference is empty": 2})
 
 
 def test_tokens_are_counted_by_whoever_did_else_words_are(here: Path) -> None:
@@ -327,7 +353,7 @@ def test_tokens_are_counted_by_whoever_did_else_words_are(here: Path) -> None:
         values: dict[str, int] = summary(name, "--reward", "length", "--option", "target=10")["values"]
         return values
 
-    assert lengths([{"response": "a b c"}, {"response": None}]) == {"0": 1, "0.3": 1}
+    assert lengths([{"response": "a b c"}, {"response": ""}]) == {"0": 1, "0.3": 1}
     assert lengths([{"response": "a b c", "tokens": 5}, {"response": "a b", "tokens": None}]) == {"0.2": 1, "0.5": 1}
     assert lengths([{"response": "a b c", "tokens": ["a", "b"]}]) == {"0.3": 1}
     with_nan = [{"response": "a", "tokens": 4.0}, {"response": "a b", "tokens": math.nan}]

@@ -1,16 +1,18 @@
 import math
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import torch
 
+from grpo_lib.config_reward import RewardConfig
 from grpo_lib.data.ragged import Ragged, lengths_to_offsets
 from grpo_lib.data.schemas import EVALUATION, TOKENS
 from grpo_lib.evaluation import evaluate_mode, evaluation_summary
 from grpo_lib.generation.base import LENGTH, STOP, Generated, Progress, Request, Sampling
 from grpo_lib.models import make_tokenizer
-from grpo_lib.rewards.judges import own_reward
+from grpo_lib.rewards.judges import Reward, make_judges, own_reward
 from grpo_lib.seeds import row_seeds
 from grpo_lib.types import RewardResult, Sample
 
@@ -214,3 +216,39 @@ def test_a_reward_without_components_counts_as_correct_from_1_on(tokenizer: Any,
         seed=0,
     )
     assert table.column("correct").to_pylist() == [True, False]
+
+
+def test_of_each_row_the_component_counts_or_else_the_value(tokenizer: Any, heldout: pa.Table) -> None:
+    def mixed(sample: Sample) -> RewardResult | float:
+        return RewardResult(value=0.5, components={"correct": 1.0}) if sample.data_source == "toy" else 1.0
+
+    table = evaluate_mode(
+        Parrot(),  # type: ignore[arg-type]
+        heldout,
+        tokenizer,
+        own_reward(mixed),
+        mode="greedy",
+        samples=1,
+        sampling=Sampling(temperature=0.0, max_new_tokens=4),
+        seed=0,
+    )
+    assert table.column("correct").to_pylist() == [True, True]
+
+
+def test_failures_stop_no_evaluation_and_are_counted_exactly(tokenizer: Any, heldout: pa.Table, tmp_path: Path) -> None:
+    file = tmp_path / "fails_at_first.py"
+    file.write_text("def reward(sample):\n    return 1.0 if sample.data_source == 'other' else 1 / 0\n")
+    settings = RewardConfig.model_validate({"functions": [{"path": str(file), "name": "reward"}], "max_failed": 0.0})
+    table = evaluate_mode(
+        Parrot(),  # type: ignore[arg-type]
+        heldout,
+        tokenizer,
+        Reward(judges=make_judges(settings.functions, []), settings=settings),
+        mode="sampled",
+        samples=2,
+        sampling=Sampling(temperature=1.0, max_new_tokens=4),
+        seed=0,
+    )
+    assert table.column("correct").to_pylist() == [None, None, True, True]
+    assert table.column("reason").to_pylist() == ["ZeroDivisionError: division by zero"] * 2 + [None] * 2
+    assert evaluation_summary(table, [])["sampled_failed_fraction"] == 0.5

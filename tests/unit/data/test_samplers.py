@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 from grpo_lib.config_rollout import SamplerConfig
+from grpo_lib.data.prompts import stand_in
 from grpo_lib.data.samplers import (
     PassRate,
     draw,
@@ -16,7 +17,7 @@ from grpo_lib.data.samplers import (
     sampler_digests,
     sampler_weights,
 )
-from grpo_lib.data.schemas import REWARDS
+from grpo_lib.data.schemas import DATASET, REWARDS
 from grpo_lib.errors import ConfigError, DataError
 
 TRAIN = pa.table({"prompt_id": ["a", "b", "c", "d"]})
@@ -144,3 +145,19 @@ def test_a_class_of_the_user_s_own_file(tmp_path: Path) -> None:
 def test_what_can_t_be_a_sampler_is_refused(config: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_sampler(SamplerConfig.model_validate(config), [])
+
+
+def test_before_a_run_a_sampler_sees_all_columns_and_its_errors_say_whose_they_are() -> None:
+    train = stand_in(
+        pa.table({"prompt_id": ["a", "b"], "prompt": ["x y", "z"], "reference": ["", ""], "data_source": ["s", "s"]}),
+        "train",
+    )
+    assert train.schema.equals(DATASET)
+    assert train.column("prompt_ids").to_pylist() == [[0, 0], [0]]
+
+    class Wrong(PassRate):
+        def weights(self, state: pa.Table | None, prompts: pa.Table) -> np.ndarray:
+            return prompts["difficulty"].to_numpy()
+
+    with pytest.raises(DataError, match=r"rollout.sampler: Wrong.weights raised KeyError: .*difficulty"):
+        sampler_weights(Wrong(), None, train)

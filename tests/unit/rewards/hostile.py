@@ -4,12 +4,14 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
 from grpo_lib.types import NoRewardError, RewardResult
 
 calls = 0
+met = threading.Barrier(40)
 
 
 def reward(sample: Any) -> Any:
@@ -138,4 +140,51 @@ async def swallows_its_end(sample: Any) -> float:
             await asyncio.sleep(3600)
     except BaseException:
         return 0.0
+    return 1.0
+
+
+async def deaf(sample: Any) -> float:
+    while sample.response == "deaf":
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+    await asyncio.sleep(0.7)
+    return float(len(sample.response))
+
+
+async def deaf_to_all(samples: list[Any]) -> list[float]:
+    return [await deaf(each) for each in samples]
+
+
+async def meets_others(sample: Any) -> float:
+    """Comes back only if 40 threads run side by side."""
+    await asyncio.to_thread(met.wait, 20.0)
+    return 1.0
+
+
+async def clock(sample: Any) -> float:
+    await asyncio.sleep(0.2)
+    return time.monotonic()
+
+
+def forks(sample: Any) -> float:
+    if sample.response == "fork":
+        os.fork()
+    return float(len(sample.response))
+
+
+def scribbles(sample: Any, *, line: str) -> float:
+    """Writes to the pipe of its verdicts."""
+    if sample.response == "scribble":
+        os.write(int(sys.argv[1]), line.encode())
+    return float(len(sample.response))
+
+
+def changes_itself(sample: Any) -> float:
+    """Of a copy of this file."""
+    if sample.response == "change":
+        with open(__file__, "a") as file:
+            file.write("# later")
+        os._exit(0)
     return 1.0

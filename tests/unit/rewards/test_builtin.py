@@ -170,7 +170,6 @@ def test_a_buffer_longer_than_the_whole_is_an_error() -> None:
         ("New \n York", "new york", True),
         ("STRASSE", "straße", True),
         ("é", "É", True),
-        ("", "", True),
         ("", "Paris", False),
         ("Paris.", "Paris", False),
         ("Paris, France", "Paris", False),
@@ -244,6 +243,42 @@ def test_a_pattern_that_never_ends_costs_its_sample_alone() -> None:
         scores = score(given, Reward(judges=make_judges(config.functions, []), settings=config))
         assert scores.values == [1.0, None, 1.0]
         assert scores.reasons[1] is not None and "took longer than reward.timeout_seconds=0.5" in scores.reasons[1]
+
+
+# No reference
+
+
+@pytest.mark.parametrize("reference", ["", " ", "\n\t"])
+@pytest.mark.parametrize("response", ["", " ", "Paris"])
+@pytest.mark.parametrize(
+    ("name", "kwargs", "reason"),
+    [
+        ("exact_match", {}, "ValueError: the reference is empty"),
+        ("exact_match", {"pattern": "(.*)", "case": True}, "ValueError: the reference is empty"),
+        ("exact_match", {"pattern": "(Rome)"}, "ValueError: the reference is empty"),
+        ("regex", {}, "ValueError: the reference is empty"),
+        ("regex", {"whole": True}, "ValueError: the reference is empty"),
+        ("countdown", {}, "ValueError: the reference is empty"),
+        ("gsm8k", {}, "ValueError: the reference {!r} is no number"),
+        ("math", {}, "ValueError: math-verify can't read the reference {!r}"),
+        ("multiple_choice", {}, "ValueError: the reference {!r} is none of the letters ABCDE"),
+    ],
+)
+def test_without_a_reference_nothing_is_right_or_wrong(
+    name: str, kwargs: dict[str, Any], reason: str, response: str, reference: str
+) -> None:
+    (judge,) = make_judges([RewardFunctionConfig(name=name, kwargs=kwargs)], [])
+    with pytest.raises(ValueError) as raised:
+        judge.function(sample(response, reference))
+    assert f"{type(raised.value).__name__}: {raised.value}" == reason.format(reference)
+
+
+def test_what_needs_no_reference_judges_without_one() -> None:
+    assert regex(sample("It is 42."), pattern="42").value == 1.0
+    assert regex(sample("It is 41."), pattern="42").value == 0.0
+    assert format_tags(sample("<a>b</a>"), tags=["a"]).value == 1.0
+    assert length(sample("a", tokens=5), target=10) == 0.5
+    assert overlong(sample("a", tokens=9), max_length=10, buffer=2) == -0.5
 
 
 # One letter of several

@@ -3,11 +3,12 @@
 import json
 import os
 import shutil
+import sys
 from typing import Any
 
 import pytest
 
-from grpo_lib.errors import ConfigError, MissingPackageError
+from grpo_lib.errors import ConfigError, MissingPackageError, RewardError
 from grpo_lib.rewards.code import cases_of, code, equality_of, program_of, same
 from grpo_lib.rewards.code_harness import plain
 from grpo_lib.rewards.registry import REWARDS
@@ -201,6 +202,52 @@ def test_an_assert_is_split_where_one_side_is_a_literal() -> None:
 def test_a_reference_without_test_cases_is_an_error_and_no_zero(reference: str) -> None:
     with pytest.raises(ValueError, match="holds no test cases"):
         cases_of(reference)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "ValueError: '' checks nothing: it has no assert and calls nothing"),
+        ("# double(1) == 2", "checks nothing"),
+        ("x = 5", "ValueError: 'x = 5' checks nothing"),
+        ("x = double(1)", "checks nothing"),
+        ("double(1) == 2", "checks nothing"),
+        ("double", "checks nothing"),
+        ("def check(f):\n    assert f(1) == 2", "checks nothing"),
+        ("class Test:\n    def test(self):\n        assert double(1) == 2", "checks nothing"),
+        ("def check(f):\n    check(f)\nasync def other():\n    assert 0", "checks nothing"),
+        ("lambda: double(1)", "checks nothing"),
+        ("assert (", "SyntaxError"),
+        ("assert double(1) ==", "SyntaxError"),
+        (7, "TypeError"),
+    ],
+)
+def test_an_assert_that_checks_nothing_is_an_error_and_no_one(text: Any, reason: str) -> None:
+    given = {"asserts": ["assert double(1) == 2", text]}
+    with pytest.raises(ValueError, match="holds no test cases") as raised:
+        judged("def double(n): return 2 * n", given)
+    assert reason in str(raised.value)
+
+
+def test_asserts_may_be_calls_and_stand_in_loops() -> None:
+    given = {
+        "asserts": [
+            "def check(f):\n    assert f(1) > 1\ncheck(double)",
+            "for n in range(3):\n    assert double(n) == 2 * n",
+            "try:\n    double(None)\nexcept TypeError:\n    pass",
+        ]
+    }
+    assert judged("def double(n): return 2 * n", given).value == 1.0
+    made = judged("def double(n): return n", given, partial_credit=True)
+    assert made.value == pytest.approx(1 / 3) and made.text == "case 1 of 3 wrong: AssertionError: "
+
+
+def test_a_sandbox_that_has_not_started_is_an_error_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr("grpo_lib.rewards.sandbox.command", lambda *_: slow)
+    for tests in (EVEN, OUTPUT, ASSERTS):
+        with pytest.raises(RewardError, match=r"did not start: ended for wall time after 0\.5 s"):
+            judged("", tests, timeout=0.5, execution_error_penalty=-1.0)
 
 
 def test_it_is_registered_to_run_apart_and_has_bounds() -> None:

@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
+from grpo_lib.config import StoreConfig
+from grpo_lib.config_base import UrlWithoutSecrets
+from grpo_lib.config_data import FilesData
 from grpo_lib.config_reward import RewardConfig, RewardFunctionConfig, RewardRunnerConfig
 from grpo_lib.errors import ConfigError, RewardError
 from grpo_lib.rewards import chat
@@ -20,6 +24,7 @@ from grpo_lib.rewards.endpoint import filled_in, judge, parsed
 from grpo_lib.rewards.judges import Reward, make_judges
 from grpo_lib.rewards.runner import Scores, score
 from grpo_lib.types import NoRewardError, RewardResult, Sample
+from grpo_lib.urls import without_secrets
 
 KEY = "sk-very-secret-1234"
 Reply = tuple[int, dict[str, str], Any]
@@ -201,14 +206,21 @@ def test_options_that_do_not_fit_together_are_refused_before_anybody_is_asked(
         ("Score: 3\nNo. Score: 7.5", {"pattern": r"Score: ([\d.]+)"}, 7.5),
         ("Score: 7", {"pattern": r"Score: (\d+)", "low": 1.0, "high": 10.0}, 2 / 3),
         ("I say YES", {"pattern": r"\b(yes|no|YES)\b", "values": {"Yes": 1, "no": 0}}, 1.0),
-        ("better", {"pattern": r"\w+$", "values": {"better": 2, "worse": -2}, "low": -4, "high": 4}, 0.75),
+        ("better", {"pattern": r"(\w+)$", "values": {"better": 2, "worse": -2}, "low": -4, "high": 4}, 0.75),
         ('{"score": 0.25}', {"field": "score"}, 0.25),
         ('So:\n```json\n{"all": [{"mark": "4"}, {"mark": "5"}]}\n```', {"field": "all.1.mark"}, 5.0),
         ('{"right": true}', {"field": "right", "values": {"true": 1, "false": 0}}, 1.0),
+        ("-3", {"pattern": r"(\S+)"}, -3.0),
+        ("+.5", {"pattern": r"(\S+)"}, 0.5),
+        ("7.", {"pattern": r"(\S+)"}, 7.0),
+        ("1.5e-1", {"pattern": r"(\S+)"}, 0.15),
     ],
 )
 def test_a_value_is_read_from_an_answer(answer: str, rule: dict[str, Any], value: float) -> None:
     assert parsed(answer, **rule) == pytest.approx(value)
+
+
+NO_NUMBERS = ("1_0", "inf", "-inf", "Infinity", "NaN", "1e999", "0x10", "\u0661", "1,5", "1/2", "--1", ".", "e5", "1e")
 
 
 @pytest.mark.parametrize(
@@ -216,13 +228,18 @@ def test_a_value_is_read_from_an_answer(answer: str, rule: dict[str, Any], value
     [
         ("I won't say", {"pattern": r"Score: (\d+)"}, r"answer \"I won't say\" has no Score"),
         ("Score: good", {"pattern": r"Score: (\w+)"}, "says 'good', which is no number"),
-        ("maybe", {"pattern": r"\w+", "values": {"yes": 1, "no": 0}}, "says 'maybe'; values knows yes, no"),
+        ("maybe", {"pattern": r"(\w+)", "values": {"yes": 1, "no": 0}}, "says 'maybe'; values knows yes, no"),
         (
             "Score: 11",
             {"pattern": r"Score: (\d+)", "low": 1, "high": 10},
             "says 11, which is not from low=1 to high=10",
         ),
-        ("Score: nan", {"pattern": r"Score: (\w+)", "low": 1, "high": 10}, "says nan"),
+        ("Score: nan", {"pattern": r"Score: (\w+)", "low": 1, "high": 10}, "says 'nan', which is no number"),
+        *(
+            (f"Score: {word}", {"pattern": r"Score: (\S+)"}, f"says '{word}', which is no number")
+            for word in NO_NUMBERS
+        ),
+        ('{"score": 1e999}', {"field": "score"}, "says 'Infinity', which is no number"),
         ('{"score": 1', {"field": "score"}, "has no score"),
         ('{"score": 1}', {"field": "mark"}, "has no mark"),
         ('{"score": [1]}', {"field": "score.1"}, r"has no score\.1"),
@@ -250,6 +267,37 @@ def test_tokens_and_cost_are_what_was_spent_and_the_answer_is_kept() -> None:
 def test_an_endpoint_that_counts_no_tokens_tells_nothing_of_what_was_spent() -> None:
     with replies(says("Score: 1")) as there:
         assert ask(there, prompt_price=0.5, completion_price=2.0).spent == {}
+
+
+@pytest.mark.parametrize("word", ["inf", "1e999", "1_0", "nan"])
+def test_what_is_no_number_is_paid_for_all_the_same(word: str) -> None:
+    usage = {"prompt_tokens": 100, "completion_tokens": 20}
+    with replies(says(f"Score: {word}", usage=usage)) as there:
+        settings = RewardConfig(max_failed=1.0)
+        scores = score_all(there, [sample()], settings, prompt_price=1.0, completion_price=2.0)
+    assert scores.values == [None]
+    assert scores.reasons == [f"the judge says '{word}', which is no number: say in values what it is"]
+    assert scores.components == {
+        "prompt_tokens": [100.0],
+        "completion_tokens": [20.0],
+        "cost": [pytest.approx(140e-6)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("Score: (", r"kwargs\.pattern='Score: \(': is no regular expression: missing \), "),
+        (r"Score: \d+", r"kwargs\.pattern='Score: .*': has no group: put what the judge says into parentheses"),
+        (r"Score: (?:\d+)", r"kwargs\.pattern=.*: has no group"),
+        ("", r"kwargs\.pattern='': has no group"),
+    ],
+)
+def test_a_pattern_that_finds_nothing_is_refused_before_anybody_is_asked(pattern: str, message: str) -> None:
+    with replies() as there:
+        with pytest.raises(ConfigError, match=message):
+            score_all(there, [sample()], RewardConfig(), pattern=pattern)
+        assert there.bodies == []
 
 
 @pytest.mark.parametrize("reply", [("I won't say", "stop"), ("Score: 1", "length"), ("", "stop"), (None, "stop")])
@@ -388,14 +436,73 @@ def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(
         (f"http://me:a/{KEY}@host/v1", r"kwargs\.url='http://host/v1': this URL can't be read"),
         (f"http://me:a@{KEY}@host/v1", r"kwargs\.url='http://host/v1': the URL of host holds a password"),
         (f"http://h\u2100st:{KEY}@host/v1", r"kwargs\.url='http://host/v1': this URL can't be read"),
+        (f"http://{KEY}@host/v1", r"kwargs\.url='http://host/v1': the URL of host holds a user or a key"),
+        (f"http://host/v1?api_key={KEY}", r"kwargs\.url='http://host/v1\?\.\.\.': the URL of host holds a secret"),
         (f"http://host/v1?user=me&password={KEY}", r"kwargs\.url='http://host/v1\?\.\.\.': the URL of host holds"),
     ],
 )
 def test_a_url_with_a_password_is_refused_without_being_shown(url: str, message: str) -> None:
-    options = {"url": url, "model": "m", "prompt": "{response}", "pattern": "1"}
+    options = {"url": url, "model": "m", "prompt": "{response}", "pattern": "(1)"}
     with pytest.raises(ConfigError, match=message) as raised:
         make_judges([RewardFunctionConfig(name="judge", kwargs=options)], [])
     assert KEY not in str(raised.value)
+
+
+URL: TypeAdapter[str] = TypeAdapter(UrlWithoutSecrets)
+
+
+@pytest.mark.parametrize(
+    ("url", "held"),
+    [
+        (f"https://{KEY}@h/v1?api_key={KEY}", "a secret in its query (a name that ends in key)"),
+        (f"https://{KEY}@h/v1", "a user or a key (before an @; "),
+        (f"HTTP://{KEY}@h:80", "a user or a key"),
+        (f"https://{KEY}/x@h/v1", "a user or a key"),
+        ("https://@h/v1", "a user or a key"),
+        (f"https://me:{KEY}@h/v1", "a password"),
+        (f"s3://me:{KEY}@h/prefix", "a password"),
+        (f"postgresql://me:{KEY}@h/db", "a password"),
+        (f"mysql://h/db?password={KEY}", "a password"),
+        (f"https://h/v1?a=1&key={KEY}", "a secret in its query (a name that ends in key)"),
+        (f"https://h/v1?apikey={KEY}", "ends in key)"),
+        (f"https://h/v1?API-KEY={KEY}", "ends in key)"),
+        (f"https://h/v1?token={KEY}", "ends in token)"),
+        (f"https://h/v1?access_token={KEY}", "ends in token)"),
+        (f"https://h/v1?accessToken={KEY}", "ends in token)"),
+        (f"https://h/v1?secret={KEY}", "ends in secret)"),
+        (f"https://h/v1?client_secret={KEY}", "ends in secret)"),
+        (f"https://h/v1?se=2030&sig={KEY}", "ends in sig)"),
+        (f"https://h/v1?X-Amz-Signature={KEY}", "ends in signature)"),
+        (f"https://h/v1?a=1;token={KEY}", "ends in token)"),
+        (f"https://h/v1?%6Bey={KEY}", "ends in key)"),
+        (f"https://h/v1#token={KEY}", "ends in token)"),
+        (f"s3://h/prefix?token={KEY}", "ends in token)"),
+    ],
+)
+def test_a_url_that_holds_a_secret_is_refused_and_the_message_names_none(url: str, held: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        URL.validate_python(url)
+    message = raised.value.errors()[0]["msg"]
+    assert message.startswith("Value error, the URL of h holds a ") and held in message
+    assert "take it out and set it in the environment" in message
+    assert KEY not in message and "sk-" not in message.casefold()
+    for section in (StoreConfig, FilesData):
+        with pytest.raises(ValidationError, match="the URL of h holds"):
+            section.model_validate({"train": ["x"], "endpoint_url": url})
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://h:8000/v1", "https://h/v1?version=2&monkey=1&max_tokens=7&key=", "postgresql://me@h/db", "data/t@1.jsonl",
+     "s3://bucket/prefix", "grpo-store", "sqlite:////tmp/token=1.db", "https://h/a%40b", "data/part-?.jsonl"],
+)  # fmt: skip
+def test_a_url_without_a_secret_is_taken_as_it_is(url: str) -> None:
+    assert URL.validate_python(url) == url
+
+
+def test_messages_hold_neither_query_nor_fragment_of_a_url() -> None:
+    assert without_secrets(f"a http://h/v1#token={KEY} b") == "a http://h/v1#... b"
+    assert without_secrets(f"a http://{KEY}@h/v1?x=1#token={KEY} b") == "a http://h/v1?... b"
 
 
 def test_a_url_in_an_option_of_another_kind_is_shown_without_its_secrets() -> None:

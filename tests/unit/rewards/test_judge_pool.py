@@ -1,7 +1,11 @@
 """Reward functions in processes: whatever one does costs its own sample, and nothing else."""
 
 import logging
+import shutil
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -189,14 +193,15 @@ def test_a_batched_function_gives_a_list_of_the_same_length() -> None:
 def test_options_and_signature_are_checked_before_anything_runs() -> None:
     assert judged("needs_option", "ab", kwargs={"factor": 2.0}).values == [4.0]
     for name, kwargs, message in (
-        ("needs_option", {}, "can't be called with kwargs={}: missing a required"),
-        ("needs_option", {"factr": 1.0}, "factr"),
+        ("needs_option", {}, "can't be called without kwargs: missing a required"),
+        ("needs_option", {"factr": "s3cret", "key": "hidden"}, "can't be called with kwargs of factr, key: "),
         ("wrong_parameter", {}, "must take `sample` first"),
         ("nothing", {}, "there is no 'nothing' in it"),
     ):
         with pytest.raises(ConfigError, match=r"reward.functions\[0\]") as caught:
             make_judges([RewardFunctionConfig(name=name, path=HOSTILE, kwargs=kwargs)], [])
         assert message in str(caught.value)
+        assert "s3cret" not in str(caught.value) and "hidden" not in str(caught.value)
 
 
 def test_several_functions_add_up_with_a_column_each() -> None:
@@ -219,3 +224,107 @@ def test_a_function_that_catches_its_own_end_still_has_no_reward(name: str) -> N
     scores = judged(name, "a", "loop", "c")
     assert scores.values == [1.0, None, 1.0]
     assert "took longer than reward.timeout_seconds=1" in str(scores.reasons[1])
+
+
+def test_an_async_function_that_goes_on_after_its_end_costs_only_its_own_sample() -> None:
+    scores = judged("deaf", "x", "deaf", *["xxx"] * 8, runner={"concurrency": 2})
+    assert scores.values == [1.0, None, *[3.0] * 8], scores.reasons
+    assert scores.reasons[1] == "took longer than reward.timeout_seconds=1, and its end was swallowed"
+
+
+def test_an_async_function_of_all_samples_that_goes_on_after_its_end_has_no_rewards() -> None:
+    scores = judged("deaf_to_all", "deaf", "x")
+    assert scores.reasons == ["took longer than reward.timeout_seconds=1, and its end was swallowed"] * 2
+
+
+def test_what_an_async_function_hands_to_threads_goes_side_by_side() -> None:
+    scores = judged("meets_others", *["x"] * 40, runner={"concurrency": 40}, timeout_seconds=30.0)
+    assert scores.values == [1.0] * 40, scores.reasons
+
+
+def test_shards_that_are_judged_side_by_side_keep_to_the_bounds_of_an_async_function_together() -> None:
+    with ThreadPoolExecutor(2) as shards:
+        asked = [shards.submit(judged, "clock", *["x"] * 3, runner={"concurrency": 1}) for _ in range(2)]
+        first, second = sorted([float(str(value)) for value in each.result().values] for each in asked)
+    assert max(first) < min(second)
+
+
+def test_processes_end_with_a_parent_that_is_killed() -> None:
+    text = (
+        "import sys; sys.path.insert(0, 'tests/unit/rewards')\n"
+        "from test_judge_pool import judged\n"
+        "judged('reward', 'a', 'loop', timeout_seconds=600.0)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", text], cwd=Path(__file__).parents[3])
+    try:
+        until, children = time.monotonic() + 60, list[psutil.Process]()
+        while not children and time.monotonic() < until:
+            time.sleep(0.1)
+            children = psutil.Process(parent.pid).children()
+        assert len(children) == 1
+        time.sleep(1.0)
+    finally:
+        parent.kill()
+        parent.wait()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no JSON\n",
+        "1, 2\n",
+        "{}\n",
+        "[null]\n",
+        "[" * 100_000 + "\n",
+        "[99, [1.0, {}, null, null, null, null, {}]]\n",
+        "[0, [1.0, {}, null, null, null, null, {}]]\n",
+        "[2, [NaN, {}, null, null, null, null, {}]]\n",
+        '[2, ["x", {}, null, null, null, null, {}]]\n',
+        "[2, [1.0, {}, null, [1.0, 2.0], null, null, {}]]\n",
+        "[2, 5]\n",
+        "half a line ",
+    ],
+)
+def test_what_is_no_verdict_in_the_pipe_of_verdicts_costs_one_sample(line: str) -> None:
+    scores = judged("scribbles", "a", "bb", "scribble", "dddd", "eeeee", kwargs={"line": line})
+    assert scores.values == [1.0, 2.0, None, 4.0, 5.0]
+    assert scores.reasons[2] == (
+        "the process of the reward function broke the protocol: something else wrote to the pipe of its verdicts"
+    )
+
+
+def test_of_a_function_that_forks_one_of_the_two_judges() -> None:
+    scores = judged("forks", "a", "fork", "ccc", "fork", "eeeee")
+    assert scores.values == [1.0, 4.0, 3.0, 4.0, 5.0], scores.reasons
+
+
+def test_a_file_that_changes_while_it_judges_is_not_followed_by_another_function(tmp_path: Path) -> None:
+    file = tmp_path / "changing.py"
+    shutil.copy(HOSTILE, file)
+    functions = [RewardFunctionConfig(name="changes_itself", path=str(file))]
+    config = RewardConfig(functions=functions, max_failed=1.0)
+    reward = Reward(judges=make_judges(config.functions, []), settings=config)
+    with pytest.raises(RewardError, match=r"changing.py was changed while the run was judging with it; resume the run"):
+        score(samples("a", "change", "c"), reward)
+
+
+def test_after_a_function_with_too_many_failures_no_other_one_is_asked() -> None:
+    given = [{"name": "reward", "path": HOSTILE}, {"name": "paid", "path": HOSTILE}]
+    config = RewardConfig.model_validate({"functions": given, "max_failed": 0.25})
+    reward = Reward(judges=make_judges(config.functions, []), settings=config)
+    scores = score(samples("a", "none", "string", "nan"), reward)
+    assert [str(each) for each in scores.verdicts["paid"]] == [f"NoReward(reason={NOT_JUDGED!r}, spent={{}})"] * 4
+    assert scores.components == {}
+    with pytest.raises(RewardError, match=r"2 of 4 rewards failed \(50.0%\) and 2 were not judged any more"):
+        check_failures(scores, 0.25)
+    few = score(samples("a", "b", "string", "d"), reward)
+    assert few.components["cost" if "cost" in few.components else "paid/cost"] == [2.0, 2.0, 2.0, 2.0]
+
+
+def test_no_function_among_several_takes_the_column_of_right_answers() -> None:
+    several = [{"name": "correct", "path": HOSTILE}, {"name": "reward", "path": HOSTILE}]
+    with pytest.raises(ValueError, match="none can be named 'correct'"):
+        RewardConfig.model_validate({"functions": several})
+    assert RewardConfig.model_validate({"functions": several[:1]}).functions[0].name == "correct"

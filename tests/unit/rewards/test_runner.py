@@ -61,6 +61,10 @@ def test_any_real_number_is_a_reward() -> None:
         (-math.inf, "ValueError: reward is -inf"),
         (10**400, "OverflowError: int too large to convert to float"),
         (RewardResult(value=math.nan), "ValueError: value is nan"),
+        (
+            RewardResult(value=1.0, components={"cost": 1.0}, spent={"cost": 2.0}),
+            "ValueError: 'cost' is a component and in spent; give one of them another name",
+        ),
         (RewardResult(value=1.0, components={"correct": math.inf}), "ValueError: component 'correct' is inf"),
         (
             RewardResult(value=1.0, components={"correct": None}),  # type: ignore[dict-item]

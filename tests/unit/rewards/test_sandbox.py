@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ import pytest
 
 from grpo_lib.errors import ConfigError, MissingPackageError, RewardError
 from grpo_lib.rewards.sandbox import Limits, Ran, check_level, run
-from grpo_lib.rewards.sandbox_levels import STRONG
+from grpo_lib.rewards.sandbox_levels import STRONG, socket_filter
 
 ROOT = Path(__file__).parents[3]
 strong = pytest.mark.parametrize("level", STRONG)
@@ -138,6 +139,75 @@ for kind, place in [(socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]})), 
 """,
         )
     assert ran.stdout == "no\n" * 4
+
+
+@strong
+@held
+def test_no_socket_of_a_kind_that_no_network_namespace_holds(level: str) -> None:
+    """Of a virtual machine to its host (40), to the kernel (16, 38), nor by calls with other numbers."""
+    ran = ran_in(
+        level,
+        """
+import ctypes, os, socket
+for kind in (1, 2, 10, 16, 17, 38, 40):
+    try:
+        socket.socket(kind, socket.SOCK_STREAM).close()
+        print(kind, "made")
+    except OSError as error:
+        print(kind, error.errno)
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.syscall(425, 4, None), ctypes.get_errno())
+print(socket.socketpair()[0].family)
+if os.fork() == 0:
+    os.execv("/usr/bin/env", ["env", os.sys.executable, "-c", "import socket; socket.socket(40, 1)"])
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+""",
+    )
+    lines = ["1 made", "2 made", "10 made", "16 1", "17 1", "38 1", "40 1", "-1 1", "1", "1"]
+    assert ran.stdout.splitlines() == lines
+    assert "PermissionError: [Errno 1] Operation not permitted" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("machine", "architecture", "socket_call", "pair_call"),
+    [("x86_64", 0xC000003E, 41, 53), ("aarch64", 0xC00000B7, 198, 199)],
+)
+def test_the_rules_for_sockets_are_right_for_each_architecture(
+    machine: str, architecture: int, socket_call: int, pair_call: int
+) -> None:
+    rules = [*struct.iter_unpack("<HBBI", socket_filter(machine))]
+
+    def given(call: int, first: int = 0, on: int = architecture) -> str:
+        """What the kernel would do with a system call and its first argument."""
+        seen, place, value = struct.pack("<IIQQ", call, on, 0, first), 0, 0
+        while True:
+            code, if_so, if_not, number = rules[place]
+            if code == 0x06:
+                return {0x7FFF0000: "allowed", 0x00050001: "EPERM"}[number]
+            if code == 0x20:
+                (value,) = struct.unpack_from("<I", seen, number)
+                place += 1
+            else:
+                so = {0x15: value == number, 0x35: value >= number}[code]
+                place += 1 + (if_so if so else if_not)
+
+    for call in (socket_call, pair_call):
+        assert [kind for kind in range(50) if given(call, kind) == "allowed"] == [1, 2, 10]
+        assert given(call, 2**32 + 40) == "EPERM"  # the kernel looks at the lower half
+    assert {given(call, 40) for call in range(500) if call not in (socket_call, pair_call, 425)} == {"allowed"}
+    assert given(425) == "EPERM" and given(0x40000000 + 41, 40) == "EPERM"
+    assert {given(call, on=0x40000003) for call in (1, 102, 359)} == {"EPERM"}
+    assert {given(call, on=0x40000028) for call in (1, 281)} == {"EPERM"}
+    assert socket_filter("riscv64") == b""
+
+
+@strong
+@held
+def test_without_the_rules_for_sockets_no_program_runs(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran_in(level, "")
+    monkeypatch.setattr("grpo_lib.rewards.sandbox_levels.socket_filter", lambda _: b"no rule.")
+    with pytest.raises(RewardError, match=r"does not work here: .*\[Errno 22\] this kernel takes no seccomp filter"):
+        run("print(1)", level=level)
 
 
 @strong
@@ -477,6 +547,25 @@ def test_a_level_that_does_not_work_says_why_and_names_the_others(monkeypatch: p
         check_level("bubblewrap")
 
 
+@pytest.mark.parametrize(
+    ("does", "options", "why"),
+    [
+        ("time.sleep(60)", {"wall_seconds": 0.5}, r"did not start: ended for wall time after 0\.5 s: slow mount"),
+        ("[print('x' * 10**6) for _ in range(100)]", {"wall_seconds": 60.0}, "did not start: ended for output after"),
+        ("x = bytearray(b'x') * 2**28; time.sleep(60)", {"wall_seconds": 60.0}, "did not start: ended for memory"),
+        ("os.kill(os.getpid(), 9)", {}, "does not work here: slow mount"),
+    ],
+)
+@pytest.mark.parametrize("level", ["namespaces", "limits"])
+def test_a_sandbox_that_has_not_started_says_nothing_about_the_program(
+    level: str, does: str, options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"import os, sys, time\nprint('slow mount', file=sys.stderr, flush=True)\n{does}"
+    monkeypatch.setattr("grpo_lib.rewards.sandbox.command", lambda *_: [sys.executable, "-c", script])
+    with pytest.raises(RewardError, match=f"sandbox level '{level}' {why}"):
+        run("print(1)", level=level, limits=Limits(memory_mib=128, **options))
+
+
 def test_the_weak_level_has_a_folder_that_is_gone_afterwards() -> None:
     folder = run("import os\nopen('x', 'w')\nprint(os.getcwd())", level="limits").stdout.strip()
     assert Path(folder).name.startswith("sandbox-") and not os.path.exists(folder)
@@ -532,3 +621,32 @@ def test_a_remote_sandbox_that_fails_says_nothing_about_the_program() -> None:
         run("", level="remote", endpoint=address)
     with pytest.raises(RewardError, match="failed: ConnectError"):
         run("", level="remote", endpoint=address)
+
+
+SAID: dict[str, Any] = {"stdout": "4\n", "stderr": "", "code": 0, "reason": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reason": ""}, "reason '' is neither null nor one of cpu time, wall time, memory, output, killed"),
+        ({"reason": "none"}, "reason 'none' is neither null nor one of"),
+        ({"reason": False}, "reason 'False' is neither null"),
+        ({"reason": ["memory"]}, "is neither null"),
+        ({"code": None}, "stdout and stderr must be texts, and code a whole number"),
+        ({"code": 0.5}, "code a whole number"),
+        ({"code": True}, "code a whole number"),
+        ({"stdout": None}, "stdout and stderr must be texts"),
+        ({"stderr": 1}, "stdout and stderr must be texts"),
+    ],
+)
+def test_an_answer_of_a_remote_sandbox_that_is_none_is_its_error(change: dict[str, Any], message: str) -> None:
+    with service(SAID | change) as address, pytest.raises(RewardError, match=f"/run failed: .*{message}"):
+        run("", level="remote", endpoint=address)
+
+
+def test_every_known_reason_of_a_remote_sandbox_is_taken() -> None:
+    for reason in (None, "cpu time", "wall time", "memory", "output", "killed"):
+        with service(SAID | {"reason": reason}) as address:
+            ran = run("", level="remote", endpoint=address)
+        assert (ran.stdout, ran.code, ran.why) == ("4\n", 0, reason)

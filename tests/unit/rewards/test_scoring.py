@@ -44,7 +44,9 @@ def reward_of(*functions: tuple[str, float, RewardFunction]) -> Reward:
         )
         for name, weight, function in functions
     ]  # fmt: skip
-    settings = RewardConfig.model_validate({"functions": [{"name": name} for name, _, _ in functions]})
+    settings = RewardConfig.model_validate(
+        {"functions": [{"name": name} for name, _, _ in functions], "max_failed": 1.0}
+    )
     return Reward(judges=judges, settings=settings)
 
 

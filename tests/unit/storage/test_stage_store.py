@@ -336,3 +336,18 @@ def test_a_compressed_folder_opens_with_other_readers(
     assert polars.read_ipc(tmp_path / "part-00000.arrow", memory_map=False)["rollout_id"].to_list() == [3, 1, 2]
     dataset = pyarrow.dataset.dataset(tmp_path / "part-00000.arrow", format="ipc")
     assert dataset.to_table() == rewards
+
+
+def test_what_a_failed_attempt_keeps_is_found_unless_it_is_damaged(objects: ObjectStore, rewards: pa.Table) -> None:
+    stages = StageStore(objects, "demo")
+    assert list(stages.kept("reward", 7)) == []
+    stages.keep("reward", 7, "c0ffee", rewards)
+    stages.keep("reward", 7, "c0ffee", rewards.slice(0, 1))
+    stages.keep("reward", 8, "c0ffee", rewards.slice(0, 1))
+    stages.keep("greedy_reward", 7, "c0ffee", rewards.slice(0, 1))
+    assert sorted(each.num_rows for each in stages.kept("reward", 7)) == sorted([rewards.num_rows, 1])
+    assert stages.manifests(7) == []
+    for info in list(objects.list("runs/demo/iterations/000007/reward")):
+        assert info.path.startswith("runs/demo/iterations/000007/reward/c0ffee/judged/")
+        objects.put_bytes(info.path, objects.get(info.path)[:-1] + b"x")
+    assert list(stages.kept("reward", 7)) == []
