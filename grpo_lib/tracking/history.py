@@ -61,7 +61,8 @@ class History:
         for column, names in COLUMNS.items():
             found = next((name for name in names if name in self._values), "")
             row[column] = _short(self._at(found, column, k))
-        return row | {f"{stage} s": _short(self._at(f"seconds/{stage}", stage, k)) for stage in stages}
+        seconds = {stage: self._at(f"seconds/{stage}", stage, k) for stage in stages}
+        return row | {f"{stage} s": None if each is None else round(each, 3) for stage, each in seconds.items()}
 
     def _at(self, name: str, column: str, k: int) -> float | None:
         return self._values.get(name, {}).get(k + 1 if column in AFTER else k)

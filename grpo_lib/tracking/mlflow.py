@@ -24,6 +24,7 @@ from grpo_lib.tracking.notes import commands, note
 MAX_PARAM_LENGTH = 6000  # MLflow's limits
 MAX_TAG_LENGTH = 5000
 MAX_DIGEST_LENGTH = 36
+LAST_SAMPLE_SECONDS = 5.0
 TABLES = "mlflow.loggedArtifacts"
 """Tag that lists the files that MLflow's pages show as tables."""
 CHECKPOINT = "grpo.checkpoint"
@@ -316,15 +317,19 @@ class Tracker(MlflowServer):
             return
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
+        self._client.update_run(self.run_id, status="RUNNING")  # else the monitor ends at once
         self._monitor = SystemMetricsMonitor(
             self.run_id, sampling_interval=every, resume_logging=True, tracking_uri=self.uri
         )
         self._monitor.start()
 
     def end_of_measuring(self) -> None:
+        """Waits a moment for the last sample; a server that is away is not waited for."""
         monitor, self._monitor = self._monitor, None
         if monitor is not None:
-            monitor.finish()
+            ending = threading.Thread(target=monitor.finish, daemon=True)
+            ending.start()
+            ending.join(LAST_SAMPLE_SECONDS)
 
     @mlflow_call
     def finish(self, status: str) -> None:
@@ -352,7 +357,8 @@ def places_in_use(uri: str) -> set[str]:
         versions = all_pages(lambda token: client.search_model_versions(page_token=token))
     except (MlflowException, OSError) as error:
         raise TrackingError(f"MLflow at {public(uri)} does not say which checkpoints it refers to: {error}") from error
-    return {each.tags.get(CHECKPOINT, "") for each in [*models, *versions]} | {each.source for each in versions}
+    tagged = {each.tags[CHECKPOINT] for each in [*models, *versions] if CHECKPOINT in each.tags}
+    return tagged | {each.source for each in versions}
 
 
 def all_pages(ask: Callable[[str | None], Any]) -> list[Any]:

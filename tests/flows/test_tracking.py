@@ -82,7 +82,7 @@ def test_a_flow_run_s_page_shows_progress_iterations_curves_rollouts_and_links(t
     assert [row["iteration"] for row in rows] == [2, 1, 0]
     assert {"reward", "entropy", "KL", "length", "tokens/s", "rollout s", "update s", "advantage s"} <= set(rows[0])
     assert rows[0]["accuracy"] is not None and rows[1]["accuracy"] is not None and rows[2]["accuracy"] is None
-    assert rows[1]["update s"] == pytest.approx(of(Run(config).manifests(), "update", 1)[0].seconds, rel=1e-3)
+    assert rows[1]["update s"] == pytest.approx(of(Run(config).manifests(), "update", 1)[0].seconds, abs=1e-3)
     curves = shown["seen-curves"].data
     picture = base64.b64decode(curves.partition("base64,")[2].partition(")")[0]).decode()
     assert picture.startswith("<svg") and picture.count("<polyline") == 5 and "Mean reward" in picture
@@ -193,12 +193,21 @@ def everything_in_mlflow(config: RunConfig) -> dict[str, Any]:
     }
 
 
+NOBODY = "params.`rollout.samples` = '3'"
+
+
+def searched(config: RunConfig, query: str) -> list[Any]:
+    tracker = tracker_for(Run(config))
+    return MlflowClient(tracking_uri=tracker.uri).search_runs([tracker.experiment_id], query)
+
+
 def test_mlflow_holds_all_of_a_run_once_however_often_it_runs(tiny: Tiny) -> None:
     config = tiny("name=kept", "iterations=4", "tracking.registered_model=digits")
     manifests, run = train(config), Run(config)
     found = everything_in_mlflow(config)
     assert found["runs"] == 1
     assert found["params"]["rollout.samples"] == "2" and found["params"]["trainer.optimizer.lr"] == "0.001"
+    assert found["runs"] == len(searched(config, "params.`rollout.samples` = '2'")) > len(searched(config, NOBODY))
     assert not [name for name, points in found["points"].items() if len(set(points)) != len(points)]
     steps = [step for step, _, _ in found["points"]["seconds/rollout"]]
     assert sorted(steps) == [0, 1, 2, 3]
