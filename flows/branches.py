@@ -7,7 +7,6 @@ from typing import Any
 from flows.train import every_stage
 from grpo_lib.branches import branch_config, check_point, check_structure
 from grpo_lib.config import StoreConfig
-from grpo_lib.config_branch import ORDER
 from grpo_lib.errors import ConfigError, CorruptError, NotFoundError
 from grpo_lib.plugins import load_plugins
 from grpo_lib.preflight import data_digests
@@ -150,8 +149,3 @@ def _not_there(call: Call, base: Run) -> str:
         f"{call.stage}{place} can't be shared with run {base.name!r}, because it would come out differently today: "
         f"{why}. Bring back what it was made with, or start a new run"
     )
-
-
-def in_order(calls: list[Call]) -> list[Call]:
-    """As their data comes into being."""
-    return sorted(calls, key=lambda call: (ORDER.index(call.stage), call.shard))

@@ -12,7 +12,7 @@ from grpo_lib.config_data import FilesData, Gsm8kData
 from grpo_lib.errors import ConfigError, DataError, MissingPackageError, ModelError
 from grpo_lib.patience import Patience
 from grpo_lib.problems import get_problem
-from grpo_lib.problems.files import data_paths, read_data
+from grpo_lib.problems.files import prompt_files
 from grpo_lib.problems.gsm8k import heldout_file
 from grpo_lib.run import Run, open_run
 from grpo_lib.storage.objects import check_store
@@ -296,9 +296,8 @@ def data_digests(config: RunConfig) -> dict[str, str]:
     """sha256 of every data file and of a local tokenizer: part of the key of what is made from them."""
     digests = {f"data{number}": _sha256(path) for number, path in enumerate(data_files(config))}
     if isinstance(config.data, FilesData):
-        for number, name in enumerate(data_paths(config.data)):
-            content = read_data(name, config.data.endpoint_url)
-            digests[f"data{number}"] = hashlib.sha256(content).hexdigest()
+        for number, file in enumerate(prompt_files(config.data)):
+            digests[f"data{number}"] = hashlib.sha256(file.read()).hexdigest()
     tokenizer = _model_files(config.model.path, ("*.json", "*.txt", "*.jinja"))
     return digests | {f"model/{path.name}": _sha256(path) for path in tokenizer}
 

@@ -22,6 +22,17 @@ SHARED_FOLDER = "GRPO_TESTS_SHARED"
 START_SECONDS = 120
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models as small as those of tests only wait for each other's threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_configure() -> None:
     if SHARED_FOLDER not in os.environ:  # workers of pytest-xdist find it set
         os.environ[SHARED_FOLDER] = tempfile.mkdtemp(prefix="grpo-tests-")

@@ -11,7 +11,6 @@ The rank connects to its parent before it does anything else. Messages are lines
 The line is the rank's lifeline too: when it closes, whatever the rank is doing, the process ends.
 """
 
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 
 from grpo_lib import errors
+from grpo_lib.parent import end_with_parent
 from grpo_lib.placement.failures import failure_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ TOKEN = "GRPO_RANKS_TOKEN"
 """Environment: what a rank shows to be let in."""
 SHOW_STACK = signal.SIGUSR1
 """A rank that gets it writes where its main thread is to `stack_file`."""
-PR_SET_PDEATHSIG = 1
 COLLECTIVE_SLACK_SECONDS = 30
 
 _progress_line: "Line | None" = None
@@ -99,7 +98,7 @@ def main() -> None:
     global _progress_line
     rank = int(os.environ.get("RANK", 0))
     if "RANK" in os.environ:  # when the torchrun agent dies; a parent without one may end the thread that started this
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
     address = os.environ.pop(SOCKET)
     stack = stack_file(address, rank).open("wb")
     faulthandler.register(SHOW_STACK, stack, all_threads=False)

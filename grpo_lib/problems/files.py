@@ -37,7 +37,9 @@ NOT_DATA = ("dataset_info.json", "state.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _File:
+class PromptFile:
+    """A file, here or on S3."""
+
     path: str
     read: Callable[[], bytes]
     version: Callable[[], str]
@@ -62,18 +64,13 @@ def make_reward(options: FilesData, reward: RewardConfig) -> RewardFunction:
     raise ConfigError("data.problem=files brings no reward; name functions in reward.functions (`grpo score --help`)")
 
 
-def data_paths(options: FilesData) -> list[str]:
+def prompt_files(options: FilesData) -> list[PromptFile]:
     """Every file that prompts come from, in order."""
-    return [file.path for file in _all_files(options)]
-
-
-def read_data(path: str, endpoint_url: str | None) -> bytes:
-    """A file, here or on S3."""
-    return _files(path, endpoint_url)[0].read()
+    return [file for place in (*options.train, *options.heldout) for file in _files(place, options.endpoint_url)]
 
 
 def _both(options: FilesData) -> tuple[pa.Table, pa.Table]:
-    return _both_of(options.model_dump_json(), tuple((file.path, file.version()) for file in _all_files(options)))
+    return _both_of(options.model_dump_json(), tuple((file.path, file.version()) for file in prompt_files(options)))
 
 
 @lru_cache(maxsize=2)
@@ -138,11 +135,7 @@ def _first_of_each(column: pa.ChunkedArray) -> np.ndarray:
     return np.sort(np.unique(codes, return_index=True)[1])
 
 
-def _all_files(options: FilesData) -> list[_File]:
-    return [file for place in (*options.train, *options.heldout) for file in _files(place, options.endpoint_url)]
-
-
-def _files(place: str, endpoint_url: str | None) -> list[_File]:
+def _files(place: str, endpoint_url: str | None) -> list[PromptFile]:
     """The files that a place names.
 
     Raises:
@@ -154,9 +147,9 @@ def _files(place: str, endpoint_url: str | None) -> list[_File]:
     return found
 
 
-def _here(place: str) -> list[_File]:
-    def file(path: Path) -> _File:
-        return _File(path=str(path), read=path.read_bytes, version=partial(_version, path))
+def _here(place: str) -> list[PromptFile]:
+    def file(path: Path) -> PromptFile:
+        return PromptFile(path=str(path), read=path.read_bytes, version=partial(_version, path))
 
     path = Path(place).expanduser()
     if path.is_dir():
@@ -171,13 +164,13 @@ def _version(path: Path) -> str:
     return f"{info.st_size} {info.st_mtime_ns}"
 
 
-def _on_s3(place: str, endpoint_url: str | None) -> list[_File]:
+def _on_s3(place: str, endpoint_url: str | None) -> list[PromptFile]:
     bucket, _, key = place.removeprefix("s3://").partition("/")
     key = key.rstrip("/")
     objects = open_store(StoreConfig(uri=f"s3://{bucket}", endpoint_url=endpoint_url))
 
-    def file(name: str, version: Callable[[], str]) -> _File:
-        return _File(path=f"s3://{bucket}/{name}", read=partial(objects.get, name), version=version)
+    def file(name: str, version: Callable[[], str]) -> PromptFile:
+        return PromptFile(path=f"s3://{bucket}/{name}", read=partial(objects.get, name), version=version)
 
     fixed = key.split("*")[0].rpartition("/")[0] if "*" in key else key
     found = {info.path: f"{info.size} {info.modified}" for info in objects.list(fixed)}
@@ -193,7 +186,7 @@ def _is_data(path: str) -> bool:
     return Path(path).suffix in ENDINGS and Path(path).name not in NOT_DATA
 
 
-def _data_of(files: Sequence[_File]) -> list[_File]:
+def _data_of(files: Sequence[PromptFile]) -> list[PromptFile]:
     """Of all files in a folder those with prompts: where Hugging Face saved a data set, exactly what it lists.
 
     Raises:
@@ -218,7 +211,7 @@ def _data_of(files: Sequence[_File]) -> list[_File]:
     ]
 
 
-def _listed(state: _File) -> list[str] | None:
+def _listed(state: PromptFile) -> list[str] | None:
     """Names of the data files that Hugging Face's state.json lists; None: it is something else."""
     try:
         return [each["filename"] for each in json.loads(state.read())["_data_files"]]

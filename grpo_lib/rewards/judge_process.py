@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lib.errors import RewardError
+from grpo_lib.parent import end_with_parent
 from grpo_lib.rewards.judge_time import Alarm, Seat, TookTooLongError
 from grpo_lib.rewards.judge_wire import Ears, Mouth, Order
 from grpo_lib.rewards.pace import PACE, Pace
@@ -35,13 +36,12 @@ COLLECTED = 50_000
 """New objects after which Python looks for garbage: samples come by the thousand, and are none."""
 MOST_THREADS, THREAD_BYTES = 256, 32 * 2**20
 """For what async functions hand to threads: so many, and one for so much of the memory that the process may take."""
-PR_SET_PDEATHSIG = 1
 M_ARENA_MAX = -8
 
 
 def main() -> None:
     """The body of the process; its arguments are a pipe's number (the other is its standard input) and its parent."""
-    _end_with(int(sys.argv[2]))
+    end_with_parent(signal.SIGKILL, int(sys.argv[2]))
     ears, mouth = Ears(os.fdopen(os.dup(0), "rb")), Mouth(int(sys.argv[1]))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     order = Order(**json.loads(ears.given.readline()))
@@ -68,14 +68,6 @@ def main() -> None:
         _rounds(function, ears, mouth, order)
 
 
-def _end_with(parent: int) -> None:
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
-        os._exit(1)
-
-
 def _check_files(order: Order) -> None:
     """A process that follows another one, which crashed, must not judge with another function.
 
@@ -95,11 +87,10 @@ def _function(order: Order) -> Any:
     place, _, name = order.place.partition(":")
     if place != "registry":
         return partial(load_function(order.place, "reward.functions"), **order.options)
-    from grpo_lib.rewards.judges import BUILT_IN
+    from grpo_lib.rewards.judges import load_built_in
     from grpo_lib.rewards.registry import REWARDS
 
-    for module in BUILT_IN:
-        importlib.import_module(module)
+    load_built_in()
     load_plugins(order.plugins)
     for package in REWARDS[name].traits.get("imports", ()):  # type: ignore[attr-defined]
         importlib.import_module(package)  # now, and not within the first sample's time

@@ -244,7 +244,7 @@ def _module_digest(name: str) -> str:
     spec = importlib.util.find_spec(name)  # found, not imported: torch would take seconds
     assert spec is not None, name
     assert spec.origin is not None, name
-    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    return _file_digest(Path(spec.origin))
 
 
 def _file_named(path: str) -> Path:

@@ -42,8 +42,11 @@ def score(
     reward: Reward,
     on_progress: Callable[[int], None] | None = None,
     known: Known | None = None,
+    digests: Sequence[str] = (),
 ) -> Scores:
     """Scores every sample; ``on_progress`` is called with the number of samples done.
+
+    ``digests`` (`digest_of` each sample) say what of ``known`` is theirs.
 
     A value is null where a function raises, takes too long, ends its process, or returns ``None``, NaN, an infinity or
     another type; so it is where one of the components is not a finite number. A sample whose rollout failed is null for
@@ -59,7 +62,7 @@ def score(
         found = verdicts.setdefault(judge.name, [None] * len(samples))
         if known:
             for place in fresh:
-                found[place] = known.get((judge.digest, digest_of(samples[place])))
+                found[place] = known.get((judge.digest, digests[place]))
             fresh = [place for place in fresh if found[place] is None]
         progress.more(len(samples) - len(fresh))
         made: list[Verdict] = [NoReward(NOT_JUDGED) for _ in fresh]

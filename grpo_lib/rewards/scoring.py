@@ -76,7 +76,8 @@ def reward_table(
         decode: finds the tokens that scores of steps belong to; without it there is no column ``token_scores``.
     """
     samples = samples_of(prompts, rollouts)
-    scores = score(samples, reward, on_progress, known)
+    digests = [digest_of(each) for each in samples] if known or reward.settings.functions else []
+    scores = score(samples, reward, on_progress, known, digests)
     components = [
         [(name, values[row]) for name, values in scores.components.items() if values[row] is not None]
         for row in range(rollouts.num_rows)
@@ -88,7 +89,7 @@ def reward_table(
         "components": pa.array(components, type=REWARDS.field("components").type),
     }
     if reward.settings.functions:
-        columns["verdicts"] = _verdict_column(samples, reward, scores)
+        columns["verdicts"] = _verdict_column(samples, digests, reward, scores)
     if reward.settings.functions and decode is not None:
         columns["token_scores"] = _token_scores(samples, reward, scores, decode)
     extras = [field for field in REWARD_EXTRAS if field.name in columns]
@@ -140,8 +141,7 @@ def step_tokens(ids: Sequence[int], text: str, ends: Sequence[int], decode: Deco
     return places
 
 
-def _verdict_column(samples: Sequence[Sample], reward: Reward, scores: Scores) -> pa.Array:
-    digests = [digest_of(sample) for sample in samples]
+def _verdict_column(samples: Sequence[Sample], digests: Sequence[str], reward: Reward, scores: Scores) -> pa.Array:
     rows = []
     for place, sample in enumerate(samples):
         theirs = []

@@ -5,26 +5,25 @@ dies, so the session holds everything that has to end with the service; Ctrl-C i
 process is known by its number and its birth: a number alone may belong to another by the time it is read again.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_lib.errors import ServiceError
+from grpo_lib.parent import end_with_parent
 
-PR_SET_PDEATHSIG = 1
 MARK = "GRPO_SERVICE_OF"
 """Environment variable with the folder of the set that a process belongs to."""
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.05
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class ProcessId(BaseModel):
@@ -70,18 +69,8 @@ def launch(command: Sequence[str], env: Mapping[str, str], log: Path) -> "subpro
     with log.open("ab") as output:
         return subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-            preexec_fn=_end_with(os.getpid()),
+            preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
         )  # fmt: skip
-
-
-def _end_with(parent: int) -> Callable[[], None]:
-    def ask_for_signal() -> None:
-        if _LIBC is not None:
-            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it ended before we asked
-                os._exit(1)
-
-    return ask_for_signal
 
 
 def session_of(leader: int) -> list[psutil.Process]:

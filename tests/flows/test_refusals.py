@@ -256,7 +256,7 @@ MODELS = [
 ]
 
 REWARDS = [
-    case("no such file", reward("nowhere.py", "good"), "there is no file", "nowhere.py"),
+    case("no such reward file", reward("nowhere.py", "good"), "there is no file", "nowhere.py"),
     case("misspelt function", reward("rewards.py", "goood"), "there is no 'goood' in it", "did you mean good"),
     case("wrong parameter", reward("rewards.py", "wrong"), "must take `sample` first"),
     case("option of a reward", reward("rewards.py", "good", "kwargs: {bonus: 1}"), "can't be called with", "bonus"),

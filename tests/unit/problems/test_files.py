@@ -14,7 +14,7 @@ import pytest
 
 from grpo_lib.config_data import FilesData
 from grpo_lib.errors import DataError
-from grpo_lib.problems.files import data_paths, load
+from grpo_lib.problems.files import load, prompt_files
 
 ROWS = [{"prompt": f"{number} + 1", "reference": str(number + 1), "level": number % 3} for number in range(10)]
 
@@ -51,6 +51,10 @@ def options(*train: str, **more: Any) -> FilesData:
     return FilesData.model_validate({"train": list(train), "heldout_prompts": 2} | more)
 
 
+def paths_of(chosen: FilesData) -> list[str]:
+    return [file.path for file in prompt_files(chosen)]
+
+
 @pytest.mark.parametrize(
     ("write", "name"), [(jsonl, "a.jsonl"), (parquet, "a.parquet"), (arrow_file, "a.arrow"), (saved_to_disk, "a.x")]
 )
@@ -80,7 +84,7 @@ def test_folders_patterns_and_several_files_are_read_in_order(tmp_path: Path) ->
     (tmp_path / "notes.txt").write_text("no data")
     for place in (str(tmp_path), str(tmp_path / "part-*.jsonl")):
         chosen = options(place)
-        assert [Path(each).name for each in data_paths(chosen)] == [f"part-{part}.jsonl" for part in range(3)]
+        assert [Path(each).name for each in paths_of(chosen)] == [f"part-{part}.jsonl" for part in range(3)]
         assert load(chosen, "train", 0).column("prompt").to_pylist() == ["0.0", "0.1", "1.0", "1.1"]
 
 
@@ -284,15 +288,15 @@ def test_a_saved_data_set_is_the_files_that_it_lists(tmp_path: Path) -> None:
         "dataset_info.json",
         "state.json",
     ]
-    assert data_paths(options(str(place))) == [f"{place}/data-00000-of-00001.arrow"]
+    assert paths_of(options(str(place))) == [f"{place}/data-00000-of-00001.arrow"]
     (place / "data-00000-of-00001.arrow").unlink()
     with pytest.raises(DataError, match=r"state\.json lists .*data-00000-of-00001\.arrow, which is not there"):
-        data_paths(options(str(place)))
+        paths_of(options(str(place)))
     (place / "state.json").write_text('{"_data_files": [')
     with pytest.raises(DataError, match=r"can't read .*state\.json"):
-        data_paths(options(str(place)))
+        paths_of(options(str(place)))
     (place / "state.json").write_text('{"state": "somebody else\'s"}')
-    assert data_paths(options(str(place))) == [f"{place}/cache-4f2a.arrow"]
+    assert paths_of(options(str(place))) == [f"{place}/cache-4f2a.arrow"]
 
 
 def test_saved_data_sets_on_s3_are_read_like_those_here(s3_endpoint: str, tmp_path: Path) -> None:
@@ -304,14 +308,14 @@ def test_saved_data_sets_on_s3_are_read_like_those_here(s3_endpoint: str, tmp_pa
     for each in here.rglob("*.*"):
         client.upload_file(str(each), "saved", f"sets/{each.relative_to(here)}")
     with pytest.raises(DataError) as caught:
-        data_paths(options("s3://saved/sets", endpoint_url=s3_endpoint))
+        paths_of(options("s3://saved/sets", endpoint_url=s3_endpoint))
     assert str(caught.value) == (
         "s3://saved/sets holds several splits; name the folders of those you want: "
         "s3://saved/sets/test, s3://saved/sets/train"
     )
     for place in ("s3://saved/sets/train", "s3://saved/sets/train/"):
         chosen = options(place, endpoint_url=s3_endpoint)
-        assert data_paths(chosen) == ["s3://saved/sets/train/data-00000-of-00001.arrow"]
+        assert paths_of(chosen) == ["s3://saved/sets/train/data-00000-of-00001.arrow"]
         assert load(chosen, "train", 0).column("prompt").to_pylist() == ["0 + 1", "1 + 1", "2 + 1"]
 
 

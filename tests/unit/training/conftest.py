@@ -1,22 +1,17 @@
 """Tiny models and sequences as fixtures."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from grpo_lib.training.microbatches import Sequences
 from tests.tiny_models import random_sequences, tiny_model
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small only wait for each other's threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    pass
 
 
 @pytest.fixture(scope="session")
