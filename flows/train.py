@@ -10,6 +10,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.batches import Batch, Batches, drop_done, evaluation, hand_over, is_evaluated, results
 from flows.fork import go_on_from_base
+from flows.live import live_page, show_on_page
 from flows.report import RunReport, report
 from grpo_lib.config import RunConfig
 from grpo_lib.generation.agents import agent_digests
@@ -32,7 +33,7 @@ from tasks.dataset import dataset
 from tasks.futures import StageFuture, forget_results
 from tasks.logprobs import old_logprobs, ref_logprobs, values
 from tasks.policy import pretrained, warm_start
-from tasks.publish import publish
+from tasks.publish import publish, published_elsewhere
 from tasks.reference import reference, reference_model
 from tasks.reward import greedy_reward
 from tasks.rollout import greedy_rollout
@@ -92,7 +93,7 @@ def run_training(config: RunConfig) -> RunReport:
     check_surroundings(config)
     use_threads(config.placement.threads)
     run = Run(config)
-    with holding(run) as lease, mended(run):
+    with holding(run) as lease, mended(run), live_page(run):
         attach(config, lease.epoch)
         data = dataset(run, None, external=data_digests(config))
         open_run(config)
@@ -211,5 +212,6 @@ def carries_coefficient(run: Run, k: int) -> bool:
 
 
 def announce(run: Run, iteration: int | None, stages: list[ArtifactRef]) -> StageFuture:
-    """Tells MLflow; to which MLflow is part of the key, so that a new one is told everything."""
-    return publish.submit(run, iteration, stages, external={"tracking": tracking_uri(run.config)})
+    """Tells MLflow, then Prefect's page; to which MLflow is part of the key, so that a new one is told everything."""
+    where = {"tracking": tracking_uri(run.config)} | published_elsewhere(run.config, stages)
+    return show_on_page(publish.submit(run, iteration, stages, external=where))

@@ -241,13 +241,24 @@ class CheckpointConfig(Section):
 
 
 class TrackingConfig(Section):
-    """MLflow."""
+    """MLflow, and the pages of Prefect."""
 
     uri: UrlWithoutSecrets | None = Field(
         None, description="Tracking URI; null: SQLite beside the store (or ./mlflow.db for S3)."
     )
     experiment: str = Field("grpo", min_length=1, description="Name of the MLflow experiment.")
-    rollout_samples: int = Field(8, ge=0, description="Rollouts an evaluation shown in MLflow's table.")
+    rollout_samples: int = Field(64, ge=0, description="Rows of an evaluation in MLflow's table.")
+    page_seconds: float = Field(
+        10, ge=1, description="So often at most, and at the end, Prefect's page of the run is brought up to date."
+    )
+    system_seconds: float | None = Field(
+        10, ge=1, description="Seconds between samples of CPU, memory, disk, network and GPUs in MLflow; null: none."
+    )
+    registered_model: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        description="MLflow's registered model that gets a version for each checkpoint; null: none.",
+    )
     patience_seconds: float = Field(
         120, ge=0, description="So long an MLflow server that is away is asked again; a refusal fails at once."
     )

@@ -230,11 +230,16 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
 
 def _shaping(config: RunConfig) -> dict[str, Any]:
     """Every setting that shapes what the run computes, by dotted name."""
-    settings = _flatten(config.model_dump(mode="json"))
+    settings = flat_settings(config)
     flat = {key: value for key, value in settings.items() if not key.startswith(CONTINUABLE)}
     if config.trainer.optimizer.schedule != "constant":
         flat["trainer.optimizer.decay_steps"] = config.decay_steps  # else `iterations` would stretch the schedule
     return flat
+
+
+def flat_settings(config: RunConfig) -> dict[str, Any]:
+    """Every setting by dotted name."""
+    return _flatten(config.model_dump(mode="json"))
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

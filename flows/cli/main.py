@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.cluster import down, up, worker
+from flows.cli.compare import compare
 from flows.cli.housekeeping import gc, verify
 from flows.cli.inspect import rollouts, show
 from flows.cli.rerun import debug, rerun
@@ -50,6 +51,7 @@ app.command()(run)
 app.command()(resume)
 app.command()(show)
 app.command()(rollouts)
+app.command()(compare)
 app.command()(evaluate)
 app.command("warm-start")(warm_start)
 app.command()(export)
