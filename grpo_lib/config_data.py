@@ -91,8 +91,6 @@ class FilesData(Section):
     )
 
 
-
-
 def _form(schema: dict[str, Any]) -> None:
     """Forms that are made from the schema offer the variants of ``anyOf`` one by one, those of ``oneOf`` as bare JSON."""
     schema["anyOf"] = schema.pop("oneOf")

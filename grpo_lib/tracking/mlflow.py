@@ -28,6 +28,8 @@ LAST_SAMPLE_SECONDS = 5.0
 SWEEP = "grpo.sweep"
 """Tag of the MLflow run that is a sweep; ``SWEEP_OF`` is that of its runs."""
 SWEEP_OF = "grpo.sweep_of"
+KIND, TRAINING = "mlflow.experimentKind", "custom_model_development"
+"""Tag of an experiment, and its value for which MLflow's pages begin with runs, not with traces of chats."""
 TABLES = "mlflow.loggedArtifacts"
 """Tag that lists the files that MLflow's pages show as tables."""
 CHECKPOINT = "grpo.checkpoint"
@@ -129,7 +131,7 @@ class MlflowServer:
             folder = Path(self.uri.removeprefix(SQLITE_URI)).parent / "mlflow-artifacts"
             location = folder.resolve().as_uri()
         try:
-            return self._client.create_experiment(name, artifact_location=location)
+            return self._client.create_experiment(name, artifact_location=location, tags={KIND: TRAINING})
         except MlflowException:  # another process was faster
             found = self._client.get_experiment_by_name(name)
             if found is None:
@@ -345,8 +347,8 @@ class Tracker(MlflowServer):
 
     @mlflow_call
     def finish(self, status: str) -> None:
-        """``FINISHED``, ``FAILED`` or ``RUNNING``."""
-        self._client.update_run(self.run_id, status=status)
+        """``FINISHED``, ``FAILED`` or ``KILLED``, now."""
+        self._client.set_terminated(self.run_id, status)
 
 
 def places_in_use(uri: str) -> set[str]:
