@@ -9,6 +9,7 @@ import typer
 from flows.cli.cluster import down, up, worker
 from flows.cli.compare import compare
 from flows.cli.deploy import deploy, serve
+from flows.cli.doctor import doctor
 from flows.cli.housekeeping import gc, verify
 from flows.cli.inspect import rollouts, show
 from flows.cli.rerun import debug, rerun
@@ -69,18 +70,7 @@ app.command()(worker)
 app.command()(status)
 app.command()(verify)
 app.command()(gc)
-
-
-@app.command()
-def doctor(
-    store: Annotated[str, typer.Option(envvar="GRPO_STORE", help="Folder or s3://bucket/prefix.")] = "grpo-store",
-    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint, for services other than AWS.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-) -> None:
-    """Check versions, device, store, MLflow and Prefect; say what is wrong and how to mend it."""
-    from flows.cli.doctor import examine
-
-    examine(store, endpoint_url, as_json)
+app.command()(doctor)
 
 
 def main() -> None:

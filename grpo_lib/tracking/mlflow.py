@@ -5,12 +5,15 @@ import json
 import logging
 import os
 import socket
+import sqlite3
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from grpo_lib.branches import branch_differences
 from grpo_lib.config import RunConfig
@@ -18,7 +21,7 @@ from grpo_lib.errors import TrackingDownError, TrackingError
 from grpo_lib.patience import Patience
 from grpo_lib.run import Run
 from grpo_lib.storage.claims import user_name
-from grpo_lib.tracking.address import SQLITE_URI, public, tracking_uri
+from grpo_lib.tracking.address import SQLITE_URI, check_tracking, public, tracking_uri
 from grpo_lib.tracking.notes import commands, note
 
 MAX_PARAM_LENGTH = 6000  # MLflow's limits
@@ -28,8 +31,6 @@ LAST_SAMPLE_SECONDS = 5.0
 SWEEP = "grpo.sweep"
 """Tag of the MLflow run that is a sweep; ``SWEEP_OF`` is that of its runs."""
 SWEEP_OF = "grpo.sweep_of"
-KIND, TRAINING = "mlflow.experimentKind", "custom_model_development"
-"""Tag of an experiment, and its value for which MLflow's pages begin with runs, not with traces of chats."""
 TABLES = "mlflow.loggedArtifacts"
 """Tag that lists the files that MLflow's pages show as tables."""
 CHECKPOINT = "grpo.checkpoint"
@@ -131,7 +132,7 @@ class MlflowServer:
             folder = Path(self.uri.removeprefix(SQLITE_URI)).parent / "mlflow-artifacts"
             location = folder.resolve().as_uri()
         try:
-            return self._client.create_experiment(name, artifact_location=location, tags={KIND: TRAINING})
+            return self._client.create_experiment(name, artifact_location=location)
         except MlflowException:  # another process was faster
             found = self._client.get_experiment_by_name(name)
             if found is None:
@@ -373,6 +374,40 @@ def places_in_use(uri: str) -> set[str]:
         raise TrackingError(f"MLflow at {public(uri)} does not say which checkpoints it refers to: {error}") from error
     tagged = {each.tags[CHECKPOINT] for each in [*models, *versions] if CHECKPOINT in each.tags}
     return tagged | {each.source for each in versions}
+
+
+def look_at(uri: str) -> str:
+    """Whether MLflow can be used: a database file can be read, a server lets us in; returns its address.
+
+    Raises:
+        TrackingError: with the remedy.
+    """
+    check_tracking(uri)
+    if uri.startswith(SQLITE_URI):
+        path = Path(uri.removeprefix(SQLITE_URI))
+        if not path.exists():
+            return f"{uri} (made by the first run)"
+        try:
+            with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as database:
+                database.execute("select count(*) from experiments").fetchone()
+        except sqlite3.Error as error:
+            raise TrackingError(
+                f"{path} can't be read as MLflow's database ({error}); end what holds it, or move it away: "
+                "`grpo resume` tells a new one everything"
+            ) from None
+        return uri
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+    try:
+        MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
+    except (MlflowException, OSError) as error:
+        raise TrackingError(
+            f"MLflow at {public(uri)} refused: {str(error)[:300]}. Where it asks for a password, set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        ) from None
+    return public(uri)
 
 
 def all_pages(ask: Callable[[str | None], Any]) -> list[Any]:
