@@ -1,7 +1,6 @@
 """Prefect's and MLflow's real pages, as a person uses them."""
 
 import re
-import time
 from collections.abc import Callable
 
 from playwright.sync_api import Locator, Page, expect
@@ -115,7 +114,6 @@ def test_retry_after_a_failed_reward_runs_that_stage_and_what_follows(
     expect(page.get_by_text("no such row").first).to_be_visible()
     picture("prefect-failed")
     answers.touch()
-    retried = int(time.time() * 1000)
     page.get_by_role("button", name="Retry").click()
     page.get_by_role("dialog").get_by_role("button", name="Retry").click()
     pages.until_state("train graded", "COMPLETED", 600)
@@ -125,7 +123,6 @@ def test_retry_after_a_failed_reward_runs_that_stage_and_what_follows(
     assert {each.stage for each in new if each.iteration == 1} >= {"reward", "advantage", "update"}
     assert not [each for each in new if each.iteration == 1 and each.stage in ("prompts", "rollout")]
     assert not [each for each in new if each.iteration == 0]
-    assert all(each.created_ms >= retried for each in new)
     page.reload()
     expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
     picture("prefect-retried")
