@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_lib.branches import branch_differences
-from grpo_lib.config import RunConfig
 from grpo_lib.errors import TrackingDownError, TrackingError
 from grpo_lib.patience import Patience
 from grpo_lib.run import Run
 from grpo_lib.storage.claims import user_name
-from grpo_lib.tracking.address import SQLITE_URI, public, tracking_uri
+from grpo_lib.tracking.address import SQLITE_URI, Tracked, public, tracking_uri
 from grpo_lib.tracking.notes import commands, note
 
 MAX_PARAM_LENGTH = 6000  # MLflow's limits
@@ -92,7 +91,7 @@ def _make_database(path: Path) -> None:
 class MlflowServer:
     """An MLflow server, or a database file in its place, and how it is called."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: Tracked) -> None:
         self.uri = tracking_uri(config)
         self._lock = threading.RLock()
         self._patience = Patience(
