@@ -116,7 +116,7 @@ def run_retraining(config: RetrainConfig, answer: Answer | None) -> RetrainRepor
             return RetrainReport(
                 status="nothing to do",
                 model=config.model,
-                reasons=[f"fewer than {config.min_prompts} new prompts in {', '.join(config.train.data.train)}"],
+                reasons=[f"fewer than {config.min_prompts} new prompts in {', '.join(config.data.train)}"],
             )
         judged = ledger.read(plan.round, Judged, "judged.json") or judge(config, ledger, registry, plan)
         show(plan, judged, None)
@@ -167,7 +167,7 @@ def evaluations(run: Run, manifests: list[Manifest]) -> tuple[Manifest, Manifest
     if data[0] != data[1] or before.external != after.external or after.iteration != run.config.iterations:
         raise NotFoundError(
             f"run {run.name!r} has no evaluations of its first and last policy with the same data and reward "
-            "functions; put back what was changed meanwhile, or end the round with `grpo retrain CONFIG --abandon REASON`"
+            "functions; put back what was changed meanwhile, or `grpo retrain CONFIG --abandon REASON`"
         )
     return before, after
 

@@ -61,6 +61,12 @@ class RetrainConfig(Section):
     )
     wait_hours: float = Field(24, gt=0, le=24 * 365, description="So long the second waits; then it is refused.")
 
+    @property
+    def data(self) -> FilesData:
+        """Where prompts arrive, and those that judge."""
+        assert isinstance(self.train.data, FilesData)
+        return self.train.data
+
     @model_validator(mode="after")
     def _training_fits(self) -> "RetrainConfig":
         train, data = self.train, self.train.data

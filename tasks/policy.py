@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from pydantic import JsonValue
 
 from grpo_lib.config import MAX_POSITIONS
 from grpo_lib.models import load_model, load_tokenizer, make_small_model, run_tokenizer
@@ -94,7 +95,7 @@ def inherited(stage: Stage, checkpoint: ArtifactRef) -> ArtifactRef:
                 (folder / file).write_bytes(content)
         for path in sorted(folder.iterdir()):
             stage.write_file(path.name, path)
-    summary = {
+    summary: dict[str, JsonValue] = {
         "policy_digest": digest,
         "policy_version": 0,
         "run": saved.run,

@@ -4,7 +4,6 @@ import json
 import re
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -217,7 +216,7 @@ def watch(
         raise ConfigError("PREFECT_API_URL is not set: start a server (`grpo up` or `prefect server start`) and set it")
     from flows.arrivals import announce_arrivals
 
-    ledger, seen = Ledger(settings.train.store, settings.model), Watch(settings.train.data)
+    ledger, seen = Ledger(settings.train.store, settings.model), Watch(settings.data)
     while True:
         new = seen.new(ledger.taken())
         if new and announce_arrivals(settings.model, settings.train.store.uri, new):

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_lib.config import RunConfig
-from grpo_lib.config_data import FilesData
 from grpo_lib.config_files import make_config
 from grpo_lib.config_retrain import RetrainConfig
 from grpo_lib.errors import ConfigError
@@ -34,18 +33,17 @@ def next_plan(config: RetrainConfig, ledger: Ledger, registry: Registry) -> Plan
         assert before.plan is not None
         _check_unchanged(config, before.plan)
         return before.plan
-    data = _data(config)
-    new = arrived(data, ledger.taken())
+    new = arrived(config.data, ledger.taken())
     if sum(each.file.prompts for each in new) < config.min_prompts:
         return None
-    plan = _plan(config, ledger, registry, data, new)
+    plan = _plan(config, ledger, registry, new)
     training = training_config(config, ledger, plan)
     check_surroundings(training)
     check_continuation(training)
     return ledger.create(plan.round, "plan.json", plan)
 
 
-def _plan(config: RetrainConfig, ledger: Ledger, registry: Registry, data: FilesData, new: Sequence[Arrived]) -> Plan:
+def _plan(config: RetrainConfig, ledger: Ledger, registry: Registry, new: Sequence[Arrived]) -> Plan:
     number = ledger.next_number()
     old = replayed(ledger, ledger.learned(), config.replay, config.train.seed, number)
     plan = Plan(
@@ -56,7 +54,7 @@ def _plan(config: RetrainConfig, ledger: Ledger, registry: Registry, data: Files
         files=[each.file for each in new],
         new=snapshot(ledger, number, "prompts", [line for each in new for line in each.lines]),
         replay=snapshot(ledger, number, "replay", old) if old else None,
-        heldout=snapshot(ledger, number, "heldout", heldout_lines(data)),
+        heldout=snapshot(ledger, number, "heldout", heldout_lines(config.data)),
         config={},
         by=somebody(),
         at=utc_now(),
@@ -110,8 +108,3 @@ def _check_unchanged(config: RetrainConfig, plan: Plan) -> None:
             f"round {plan.round} of model {plan.model!r} began with other settings ({'; '.join(changed)}); let it go "
             "on with those, or end it with `grpo retrain CONFIG --abandon REASON`: its files are then new again"
         )
-
-
-def _data(config: RetrainConfig) -> FilesData:
-    assert isinstance(config.train.data, FilesData)  # the configuration was checked
-    return config.train.data
