@@ -17,7 +17,7 @@ from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, State
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from flows.report import artifact_key
 from flows.train import train
@@ -53,7 +53,7 @@ STATES = {
 class Approval(RunInput):
     """What a person says to a challenger that passes the rule."""
 
-    promote: bool = Field(description="Make the challenger the champion; no: it is refused.")
+    promote: bool = Field(False, description="Make the challenger the champion; no: it is refused.")
     by: str = Field(min_length=1, description="Who decides.")
     reason: str = Field("", description="Goes into the record.")
 
@@ -207,15 +207,18 @@ def ask(config: RetrainConfig, plan: Plan, judged: Judged, answer: Answer | None
     if answer is not None:
         return Approval(promote=answer.promote, by=somebody(), reason=answer.reason)
     left_ms = judged.at_ms + HOUR_MS * config.approval_hours - now_ms()
-    own = judged.flow_run is not None and judged.flow_run == flow_run.get_id()
-    if left_ms <= 0 and not own:
-        reason = f"nobody approved it within approval_hours={config.approval_hours:g}"
-        return Approval(promote=False, by="the deadline", reason=reason)
-    if not own:
+    if judged.flow_run is not None and judged.flow_run == flow_run.get_id():
+        form = Approval.with_initial_data(description=_page(plan, judged, None))
+        seconds = max(1, int(left_ms / 1000))
+        try:
+            return suspend_flow_run(wait_for_input=form, timeout=seconds, key=f"round-{plan.round}")  # ends the process
+        except ValidationError:  # it was resumed, or tried again, without an answer
+            if left_ms > 0:
+                raise
+    if left_ms > 0:
         return None
-    form = Approval.with_initial_data(description=_page(plan, judged, None), promote=False)
-    seconds = max(1, int(left_ms / 1000))
-    return suspend_flow_run(wait_for_input=form, timeout=seconds, key=f"round-{plan.round}")  # ends this process
+    reason = f"nobody approved it within approval_hours={config.approval_hours:g}"
+    return Approval(promote=False, by="the deadline", reason=reason)
 
 
 def show(plan: Plan, judged: Judged, decision: Decision | None) -> None:

@@ -148,23 +148,20 @@ def models(
     if as_json:
         typer.echo(json.dumps({"model": model, "open_round": opened and opened.number, "versions": listed}))
         return
-    from rich.table import Table
-
     from flows.cli.console import console
 
-    table = Table(title=model, title_justify="left")
-    for name in ("version", "alias", "run", "policy", "accuracy", "gain", "p", "decision", "when", "why"):
-        table.add_column(name)
     for each in listed:
-        row = each["comparison"]
-        numbers = ("", "", "") if row is None else (
-            f"{row['all']['challenger']:.3f}", f"{row['all']['gain']:+.3f}", f"{row['all']['p_better']:.4f}",
-        )  # fmt: skip
-        table.add_row(
-            each["version"], ", ".join(each["aliases"]), each["run"], each["policy"], *numbers, each["decision"],
-            each["at"], "; ".join(each["reasons"]),
-        )  # fmt: skip
-    console.print(table)
+        alias = f" [bold green]{', '.join(each['aliases'])}[/]" if each["aliases"] else ""
+        console.print(f"[bold]version {each['version']}[/]{alias}: policy {each['policy']} of run {each['run']}")
+        if each["comparison"] is not None:
+            row = each["comparison"]["all"]
+            console.print(
+                f"  accuracy {row['challenger']:.3f}, before {row['champion']:.3f}: gain {row['gain']:+.3f} "
+                f"({row['low']:+.3f} .. {row['high']:+.3f}), p={row['p_better']:.4f}"
+            )
+        if each["decision"]:
+            why = f": {'; '.join(each['reasons'])}" if each["reasons"] else ""
+            console.print(f"  {each['decision']} by {each['by']}, {each['at']}{why}", markup=False, soft_wrap=True)
     if opened is not None:
         console.print(f"round {opened.number} {state}")
 
@@ -276,13 +273,12 @@ def _print_report(report: "RetrainReport") -> None:
 def _table(comparison: "Comparison") -> Any:
     from rich.table import Table
 
-    table = Table()
-    for name in (f"{comparison.mode} accuracy", "prompts", "champion", "challenger", "gain", "interval", "p better",
-                 "p worse"):  # fmt: skip
-        table.add_column(name, justify="left" if name.endswith("accuracy") else "right")
+    table = Table(title=f"{comparison.mode} accuracy", title_justify="left", box=None, pad_edge=False)
+    for name in ("", "prompts", "champion", "challenger", "gain", "interval", "p better", "p worse"):
+        table.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
     for name, row in {"all": comparison.all, **comparison.sources}.items():
         table.add_row(
             name, str(row.prompts), f"{row.champion:.3f}", f"{row.challenger:.3f}", f"{row.gain:+.3f}",
-            f"{row.low:+.3f} .. {row.high:+.3f}", f"{row.p_better:.4f}", f"{row.p_worse:.4f}",
+            f"{row.low:+.3f}..{row.high:+.3f}", f"{row.p_better:.4f}", f"{row.p_worse:.4f}",
         )  # fmt: skip
     return table
