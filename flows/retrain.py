@@ -116,7 +116,7 @@ def run_retraining(config: RetrainConfig, answer: Answer | None) -> RetrainRepor
             return RetrainReport(
                 status="nothing to do",
                 model=config.model,
-                reasons=[f"fewer than {config.min_prompts} new prompts in {', '.join(config.data.train)}"],
+                reasons=[f"fewer than {config.prompts_needed} new prompts in {', '.join(config.data.train)}"],
             )
         judged = ledger.read(plan.round, Judged, "judged.json") or judge(config, ledger, registry, plan)
         show(plan, judged, None)

@@ -43,7 +43,9 @@ class RetrainConfig(Section):
     replay: float = Field(
         0.0, ge=0, le=1, description="Share of the prompts of earlier promoted rounds that is trained on again."
     )
-    min_prompts: int = Field(1, ge=1, description="With fewer new prompts there is nothing to do yet.")
+    min_prompts: int = Field(
+        1, ge=1, description="With fewer new prompts, or fewer than train.rollout.prompts, there is nothing to do yet."
+    )
     promotion: PromotionConfig = PromotionConfig()
     first_champion: Literal["better", "always"] = Field(
         "better",
@@ -66,6 +68,11 @@ class RetrainConfig(Section):
         """Where prompts arrive, and those that judge."""
         assert isinstance(self.train.data, FilesData)
         return self.train.data
+
+    @property
+    def prompts_needed(self) -> int:
+        """New prompts with which there is something to do."""
+        return max(self.min_prompts, self.train.rollout.prompts)
 
     @model_validator(mode="after")
     def _training_fits(self) -> "RetrainConfig":

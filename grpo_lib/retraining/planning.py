@@ -34,7 +34,7 @@ def next_plan(config: RetrainConfig, ledger: Ledger, registry: Registry) -> Plan
         _check_unchanged(config, before.plan)
         return before.plan
     new = arrived(config.data, ledger.taken())
-    if sum(each.file.prompts for each in new) < config.min_prompts:
+    if sum(each.file.prompts for each in new) < config.prompts_needed:
         return None
     plan = _plan(config, ledger, registry, new)
     training = training_config(config, ledger, plan)

@@ -6,8 +6,8 @@ them; the model starts with both, mostly the wrong one. Its references say which
 
 import json
 import random
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,12 +66,12 @@ def write_model(folder: Path, seed: int = 0, steps: int = 60) -> Path:
     return folder
 
 
-def retraining(folder: Path, model: Path, *more: Sequence[str]) -> dict[str, object]:
+def retraining(folder: Path, model: Path) -> dict[str, Any]:
     """The configuration: prompts arrive in ``folder/inbox``, those of ``folder/heldout.jsonl`` judge."""
     return {
         "model": "letters",
         "train": {
-            "iterations": 4,
+            "iterations": 6,
             "data": {
                 "problem": "files",
                 "train": [str(folder / "inbox")],
@@ -84,8 +84,8 @@ def retraining(folder: Path, model: Path, *more: Sequence[str]) -> dict[str, obj
             "reward": {"functions": [{"name": "multiple_choice", "kwargs": {"choices": LETTERS}}]},
             "algorithm": {"old_logprobs": "bypass"},
             "trainer": {"optimizer": {"lr": 3e-3, "beta2": 0.99}},
-            "evaluation": {"every": 4, "prompts": 128, "samples": 4, "pass_k": [1]},
-            "checkpoint": {"every": 4},
+            "evaluation": {"every": 6, "prompts": 128, "samples": 4, "pass_k": [1]},
+            "checkpoint": {"every": 6},
             "placement": {"threads": 1},
             "tracking": {"system_seconds": None},
         },
