@@ -3,8 +3,9 @@
 import uuid
 from collections.abc import Sequence
 
-from prefect.events import emit_event
-from prefect.events.worker import EventsWorker
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.events import Event
 
 from grpo_lib.errors import RunError
 
@@ -16,7 +17,7 @@ _told: set[uuid.UUID] = set()
 
 
 def announce_arrivals(model: str, store: str, new: Sequence[tuple[str, str]]) -> bool:
-    """Emits the event for these files, once; its id follows from their content, so that Prefect counts it once too.
+    """Sends the event for these files, once; its id follows from their content, so that Prefect counts it once too.
 
     Args:
         model: that is to be retrained.
@@ -27,15 +28,15 @@ def announce_arrivals(model: str, store: str, new: Sequence[tuple[str, str]]) ->
         False: this process has told of exactly these.
 
     Raises:
-        RunError: the event could not be sent.
+        RunError: Prefect did not take it.
     """
     digests = sorted(digest for _, digest in new)
     which = uuid.uuid5(uuid.NAMESPACE_URL, "/".join(["grpo", store, model, *digests]))
     if which in _told:
         return False
-    event = emit_event(
+    event = Event(
         event=EVENT,
-        resource={
+        resource={  # type: ignore[arg-type]
             "prefect.resource.id": f"grpo.retraining.{model}",
             "prefect.resource.name": model,
             "grpo.store": store,
@@ -43,8 +44,10 @@ def announce_arrivals(model: str, store: str, new: Sequence[tuple[str, str]]) ->
         payload={"model": model, "files": [path for path, _ in new][:SHOWN], "count": len(new)},
         id=which,
     )
-    if event is None:
-        raise RunError("Prefect did not take the event; check PREFECT_API_URL and the server's log")
-    EventsWorker.instance().wait_until_empty()
+    try:
+        with get_client(sync_client=True) as client:
+            client.request("POST", "/events", json=[event.model_dump(mode="json")])
+    except httpx.HTTPError as error:
+        raise RunError(f"Prefect did not take the event {EVENT}: {error}; is PREFECT_API_URL right?") from error
     _told.add(which)
     return True

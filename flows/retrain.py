@@ -108,7 +108,7 @@ def run_retraining(config: RetrainConfig, answer: Answer | None) -> RetrainRepor
     patience = Patience(tracking.patience_seconds, "MLflow", "train.tracking.patience_seconds")
     patience.call(lambda: check_tracking(tracking_uri(config.train)))
     seconds = 3600 * config.wait_hours if config.when_busy == "wait" else 0.0
-    with holding_in_turn(ledger.retraining, seconds):
+    with holding_in_turn(ledger.retraining, seconds) as lease:
         with moving_champion(ledger, registry):
             pass  # what a crash left untold is told now
         plan = next_plan(config, ledger, registry)
@@ -119,10 +119,9 @@ def run_retraining(config: RetrainConfig, answer: Answer | None) -> RetrainRepor
                 reasons=[f"fewer than {config.prompts_needed} new prompts in {', '.join(config.data.train)}"],
             )
         judged = ledger.read(plan.round, Judged, "judged.json") or judge(config, ledger, registry, plan)
-        show(plan, judged, None)
+        lease.check()
         decision = decide(config, ledger, registry, plan, judged, answer)
-    if decision is not None:
-        show(plan, judged, decision)
+    show(plan, judged, decision)
     return _report(ledger, plan, judged, decision)
 
 
@@ -210,6 +209,7 @@ def ask(config: RetrainConfig, plan: Plan, judged: Judged, answer: Answer | None
     if judged.flow_run is not None and judged.flow_run == flow_run.get_id():
         form = Approval.with_initial_data(description=_page(plan, judged, None))
         seconds = max(1, int(left_ms / 1000))
+        show(plan, judged, None)
         try:
             return suspend_flow_run(wait_for_input=form, timeout=seconds, key=f"round-{plan.round}")  # ends the process
         except ValidationError:  # it was resumed, or tried again, without an answer

@@ -31,7 +31,9 @@ class PromotionConfig(Section):
 
 
 class RetrainConfig(Section):
-    """A retraining of a registered model on the prompts that came since the last."""
+    """A retraining of a registered model on the prompts that came since the last. Its section `train` is a run's
+    configuration: prompt files arrive at `train.data.train`, those of `train.data.heldout` judge, and
+    `train.model.path` is where the first champion starts."""
 
     model: str = Field(
         pattern=MODEL_NAME, description="MLflow's registered model; its alias `champion` is what is in use."

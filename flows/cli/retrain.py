@@ -204,7 +204,7 @@ def watch(
     import os
 
     from grpo_lib.config_files import load_retrain_config
-    from grpo_lib.errors import ConfigError
+    from grpo_lib.errors import ConfigError, RunError, StoreUnreachableError
     from grpo_lib.retraining.arrivals import Watch
     from grpo_lib.retraining.ledger import Ledger
 
@@ -215,11 +215,16 @@ def watch(
 
     ledger, seen = Ledger(settings.train.store, settings.model), Watch(settings.data)
     while True:
-        new = seen.new(ledger.taken())
-        if new and announce_arrivals(settings.model, settings.train.store.uri, new):
-            typer.echo(f"{len(new)} new files: told Prefect")
-        elif once:
-            typer.echo("no new files")
+        try:
+            new = seen.new(ledger.taken())
+            if new and announce_arrivals(settings.model, settings.train.store.uri, new):
+                typer.echo(f"{len(new)} new files: told Prefect")
+            elif once:
+                typer.echo("no new files" if not new else f"{len(new)} new files: Prefect knows")
+        except (RunError, StoreUnreachableError) as error:
+            if once:
+                raise
+            typer.echo(f"{error}; looking again in {every:g} s", err=True)
         if once:
             return
         time.sleep(every)
@@ -273,8 +278,8 @@ def _print_report(report: "RetrainReport") -> None:
 def _table(comparison: "Comparison") -> Any:
     from rich.table import Table
 
-    table = Table(title=f"{comparison.mode} accuracy", title_justify="left", box=None, pad_edge=False)
-    for name in ("", "prompts", "champion", "challenger", "gain", "interval", "p better", "p worse"):
+    table = Table(title=f"{comparison.mode} accuracy", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for name in ("", "n", "champion", "challenger", "gain", "interval", "p better", "p worse"):
         table.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
     for name, row in {"all": comparison.all, **comparison.sources}.items():
         table.add_row(

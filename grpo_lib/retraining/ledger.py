@@ -70,7 +70,9 @@ class Ledger:
         """
         listed: dict[int, set[str]] = {}
         for info in self.objects.list(paths.rounds_folder(self.model)):
-            listed.setdefault(paths.round_of(info.path), set()).add(paths.file_name(info.path))
+            number = paths.round_of(info.path)
+            if number is not None:
+                listed.setdefault(number, set()).add(paths.file_name(info.path))
         return [self._round(number, listed[number]) for number in sorted(listed)]
 
     def _round(self, number: int, names: set[str]) -> Round:

@@ -205,13 +205,14 @@ def round_file(model: str, number: int, name: str) -> str:
     return f"{rounds_folder(model)}/{number:06d}/{_step(name)}"
 
 
-def round_of(path: str) -> int:
-    """The number of the round that a file belongs to.
+def round_of(path: str) -> int | None:
+    """The number of the round that a file belongs to; None: to none.
 
-    >>> round_of("models/demo/rounds/000002/plan.json")
-    2
+    >>> round_of("models/demo/rounds/000002/plan.json"), round_of("models/demo/rounds/.DS_Store")
+    (2, None)
     """
-    return int(path.split("/")[-2])
+    number = path.split("/")[-2]
+    return int(number) if number.isdigit() else None
 
 
 def part_file(number: int) -> str:

@@ -5,7 +5,7 @@
     registry.set_alias("countdown", CHAMPION, version)
     registry.at("countdown", CHAMPION).place
 
-Weights stay in the store. Nothing is deleted: to roll back, give the alias to an earlier version.
+Weights stay in the store. Nothing is deleted. `grpo_lib/retraining` moves the champion, and rolls it back.
 """
 
 from collections.abc import Mapping

@@ -100,6 +100,7 @@ def story(
 
         write_prompts(folder / "inbox" / "day2.jsonl", 200, 2)
         story.before_kill = killed_half_way(story, values)
+        story.note_aliases("killed")
         write_prompts(folder / "inbox" / "day3.jsonl", 200, 3, poisoned=True)  # arrives while nobody works
         (folder / "inbox" / "day2.jsonl").unlink()  # what a round has taken is in the store
         fresh_process()
@@ -173,6 +174,7 @@ def test_a_killed_retraining_goes_on_with_what_it_had_taken_and_committed(story:
     assert len(of(story.before_kill, "update")) >= 3
     assert len(of(story.before_kill, "update")) < 6, "it was killed in its middle"
     assert before.items() <= after.items(), "nothing was made again"
+    assert story.aliases["killed"] == {"champion": "1"}
     assert [each.iteration for each in of(story.after_kill, "update")] == list(range(6))
     plan = story.ledger.rounds()[1].plan
     assert plan is not None
@@ -329,12 +331,15 @@ def test_nobody_who_answers_in_time_is_a_refusal(story: Story) -> None:
 def test_an_arrival_is_told_once(story: Story) -> None:
     from prefect.client.orchestration import get_client
 
+    from flows import arrivals
     from flows.arrivals import announce_arrivals
 
     new = [("inbox/a.jsonl", uuid4().hex * 2)]
     model = f"letters-{uuid4().hex[:8]}"
     assert announce_arrivals(model, "store", new)
     assert not announce_arrivals(model, "store", new)
+    arrivals._told.clear()  # as another process would not know
+    assert announce_arrivals(model, "store", new)
     wanted = {"filter": {"resource": {"id": [f"grpo.retraining.{model}"]}}}
     deadline = time.monotonic() + 30
     found: list[Any] = []
@@ -342,6 +347,7 @@ def test_an_arrival_is_told_once(story: Story) -> None:
         while not found and time.monotonic() < deadline:
             found = client.request("POST", "/events/filter", json=wanted).json()["events"]
             time.sleep(0.2)
-    (event,) = found
+        time.sleep(1)
+        (event,) = client.request("POST", "/events/filter", json=wanted).json()["events"]
     assert event["event"] == "grpo.prompts.arrived"
     assert event["payload"] == {"model": model, "files": ["inbox/a.jsonl"], "count": 1}
