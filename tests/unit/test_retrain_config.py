@@ -30,6 +30,11 @@ def test_the_training_may_extend_a_file_and_overrides_reach_into_it(tmp_path: Pa
     assert (config.promotion.level, config.prompts_needed) == (0.01, 8)
 
 
+def test_the_ready_configuration_is_one() -> None:
+    config = load_retrain_config(Path(__file__).parents[2] / "deployments" / "configs" / "retrain.yaml")
+    assert (config.model, config.train.data.problem, config.train.warm_start) == ("expressions", "files", None)
+
+
 CASES = {
     "made on the spot": ({"data": {"problem": "countdown"}, "warm_start": {}}, (), "set train.data.problem=files"),
     "nothing held out": (TRAIN, ("train.data.heldout=[]",), "train.data.heldout is empty"),

@@ -9,7 +9,7 @@ import pytest
 from grpo_lib.config import StoreConfig
 from grpo_lib.config_data import FilesData
 from grpo_lib.errors import CorruptError, DataError
-from grpo_lib.retraining.arrivals import Watch, arrived, replayed, snapshot
+from grpo_lib.retraining.arrivals import Watch, arrived, heldout_lines, replayed, snapshot
 from grpo_lib.retraining.ledger import Ledger
 from grpo_lib.retraining.records import Decision, File, Plan, Snapshot
 
@@ -147,3 +147,64 @@ def test_a_changed_snapshot_is_not_learned_from(ledger: Ledger) -> None:
     ledger.objects.put_bytes(stored.path, b'{"prompt": "2"}\n')
     with pytest.raises(DataError, match="does not have the sha256 that was recorded"):
         replayed(ledger, [plan], 1.0, 0, 2)
+
+
+def test_prompts_come_from_s3_and_are_read_again_from_the_store(s3_endpoint: str) -> None:
+    import boto3
+
+    from grpo_lib.config_retrain import RetrainConfig
+    from grpo_lib.problems.files import load
+    from grpo_lib.retraining.planning import training_config
+
+    client = boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1")
+    client.create_bucket(Bucket="retraining")
+    put = {
+        "inbox/a.jsonl": '{"question": "1+1", "reference": "2"}\n',
+        "held.jsonl": '{"question": "9", "reference": "9"}\n',
+    }
+    for key, text in put.items():
+        client.put_object(Bucket="retraining", Key=key, Body=text.encode())
+    files = {"problem": "files", "columns": {"prompt": "question"}, "endpoint_url": s3_endpoint, "heldout_prompts": 1}
+    files |= {"train": ["s3://retraining/inbox"], "heldout": ["s3://retraining/held.jsonl"]}
+    train = {
+        "data": files, "model": {"path": "model"}, "reward": {"functions": [{"name": "exact_match"}]},
+        "store": {"uri": "s3://retraining/store", "endpoint_url": s3_endpoint}, "evaluation": {"prompts": 1},
+    }  # fmt: skip
+    config = RetrainConfig.model_validate({"model": "demo", "train": train})
+    ledger = Ledger(config.train.store, "demo")
+    (new,) = arrived(config.data, set())
+    held = snapshot(ledger, 1, "heldout", heldout_lines(config.data))
+    plan = planned(ledger, 1, [new.file], new.lines).model_copy(update={"heldout": held})
+    client.delete_object(Bucket="retraining", Key="inbox/a.jsonl")
+    made = training_config(config, ledger, plan).data
+    rows = [load(made, split, 0).to_pylist()[0] for split in ("train", "heldout")]
+    assert [(row["prompt"], row["reference"]) for row in rows] == [("1+1", "2"), ("9", "9")]
+    assert arrived(config.data, {new.file.sha256}) == []
+
+
+def test_columns_of_any_kind_come_through_the_store_as_they_would_from_their_file(inbox: Path, ledger: Ledger) -> None:
+    import datetime
+    from decimal import Decimal
+
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    from grpo_lib.problems.files import load
+
+    turns = [[{"role": "system", "content": "short"}, {"role": "user", "content": "1+1"}]]
+    columns = {
+        "prompt": turns, "reference": pa.array([Decimal("2.50")]), "when": pa.array([datetime.date(2026, 11, 22)]),
+        "weight": pa.array([0.1], type=pa.float32()), "prompt_id": ["one"], "note": pa.array([None], type=pa.string()),
+    }  # fmt: skip
+    pyarrow.parquet.write_table(pa.table(columns), inbox / "day.parquet")
+    (new,) = arrived(data(inbox), set())
+    stored = ledger.objects.location(snapshot(ledger, 1, "prompts", new.lines).path)
+    held = write(inbox.parent / "held.jsonl", {"prompt": "9", "reference": "9"})
+    rows = [
+        load(FilesData(train=[place], heldout=[str(held)]), "train", 0).to_pylist()[0] for place in (str(inbox), stored)
+    ]
+    from_file, from_store = ({name: row[name] for name in row if name != "metadata"} for row in rows)
+    assert from_file == from_store
+    assert from_file["reference"] == "2.50"
+    there = {name: value for name, value in json.loads(rows[0]["metadata"]).items() if value is not None}
+    assert json.loads(rows[1]["metadata"]) == there == {"when": "2026-11-22", "weight": 0.1}
