@@ -10,9 +10,12 @@ It may be killed anywhere and is run again: what is committed is not done twice.
 """
 
 from typing import Any, Literal
+from uuid import UUID
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from prefect.runtime import deployment, flow_run
@@ -128,7 +131,11 @@ def run_retraining(config: RetrainConfig, answer: Answer | None) -> RetrainRepor
 def judge(config: RetrainConfig, ledger: Ledger, registry: Registry, plan: Plan) -> Judged:
     """Trains, registers what came out as the challenger, and compares it with the policy that it started from."""
     settings = training_config(config, ledger, plan)
-    train(settings)
+    trained = train(
+        settings, return_state=True
+    )  # when the flow run is retried, Prefect gives the state without a result
+    if not trained.is_completed():
+        trained.result()  # raises what went wrong
     run = Run(settings)
     manifests = run.manifests()
     (before, after), checkpoint = evaluations(run, manifests), latest(manifests, "checkpoint")[-1]
@@ -163,7 +170,8 @@ def evaluations(run: Run, manifests: list[Manifest]) -> tuple[Manifest, Manifest
     found = latest(manifests, "evaluate")
     before, after = found[0], found[-1]
     data = [next(ref.digest for ref in each.inputs if ref.stage == "dataset") for each in (before, after)]
-    if data[0] != data[1] or before.external != after.external or after.iteration != run.config.iterations:
+    places = before.iteration, after.iteration
+    if data[0] != data[1] or before.external != after.external or places != (0, run.config.iterations):
         raise NotFoundError(
             f"run {run.name!r} has no evaluations of its first and last policy with the same data and reward "
             "functions; put back what was changed meanwhile, or `grpo retrain CONFIG --abandon REASON`"
@@ -206,7 +214,8 @@ def ask(config: RetrainConfig, plan: Plan, judged: Judged, answer: Answer | None
     if answer is not None:
         return Approval(promote=answer.promote, by=somebody(), reason=answer.reason)
     left_ms = judged.at_ms + HOUR_MS * config.approval_hours - now_ms()
-    if judged.flow_run is not None and judged.flow_run == flow_run.get_id():
+    own = judged.flow_run is not None and judged.flow_run == flow_run.get_id()
+    if own or (left_ms > 0 and deployment.get_id() and not _asks(judged.flow_run)):
         form = Approval.with_initial_data(description=_page(plan, judged, None))
         seconds = max(1, int(left_ms / 1000))
         show(plan, judged, None)
@@ -219,6 +228,18 @@ def ask(config: RetrainConfig, plan: Plan, judged: Judged, answer: Answer | None
         return None
     reason = f"nobody approved it within approval_hours={config.approval_hours:g}"
     return Approval(promote=False, by="the deadline", reason=reason)
+
+
+def _asks(other: str | None) -> bool:
+    """Whether another flow run has asked a person and goes on with the answer."""
+    if other is None:
+        return False
+    with get_client(sync_client=True) as client:
+        try:
+            state = client.read_flow_run(UUID(other)).state
+        except ObjectNotFound:  # deleted, or of another server
+            return False
+    return state is not None and not state.is_final()
 
 
 def show(plan: Plan, judged: Judged, decision: Decision | None) -> None:

@@ -116,7 +116,7 @@ class Judged(Record):
     against: list[str]
     """What of the rule does not hold; empty: it passes."""
     flow_run: str | None
-    """Prefect's, that asks a person; None: nobody is asked there."""
+    """Prefect's, of a deployment, which asks a person if that is wanted; None: it can't."""
     mlflow: str
     """Where the training run is shown."""
     at: str
