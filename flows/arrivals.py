@@ -36,7 +36,7 @@ def announce_arrivals(model: str, store: str, new: Sequence[tuple[str, str]]) ->
         return False
     event = Event(
         event=EVENT,
-        resource={  # type: ignore[arg-type]
+        resource={
             "prefect.resource.id": f"grpo.retraining.{model}",
             "prefect.resource.name": model,
             "grpo.store": store,
