@@ -1,7 +1,7 @@
 """A model's days: better on new prompts, worse on poisoned ones, rolled back; killed, asked for approval, held up.
 
-The policies really are better and worse. Over seeds 0 to 4 the gain was at least 0.22 on day 1 and 0.09 on day 2, and at
-most -0.16 on day 3, each with the smallest p-value that 9,999 resamples can give.
+The policies really are better and worse. Over seeds 0 to 4 the gain was at least 0.22 on day 1 and 0.09 on day 2, and
+at most -0.15 on day 3, each with the smallest p-value that 9,999 resamples can give.
 """
 
 import json
