@@ -11,6 +11,7 @@ from grpo_lib.catalogue import choices, listings, type_text
 from grpo_lib.config import RunConfig, Section
 from grpo_lib.config_algorithm import PRESETS
 from grpo_lib.config_data import DATA_SECTIONS
+from grpo_lib.config_retrain import PromotionConfig, RetrainConfig
 from grpo_lib.tracking.metrics import DESCRIPTIONS
 
 HERE = Path(__file__).parent
@@ -18,8 +19,9 @@ HERE = Path(__file__).parent
 
 def configuration() -> str:
     """Every setting with type, default, bounds and meaning."""
-    lines = ["# Configuration", "", "Generated from `grpo_lib/config.py`. Unknown keys are refused.", ""]
-    for section, title in _sections(RunConfig, ""):
+    lines = ["# Configuration", "", "Generated from `grpo_lib/config*.py`. Unknown keys are refused.", ""]
+    retraining = [(RetrainConfig, "A retraining"), (PromotionConfig, "promotion, of a retraining")]
+    for section, title in [*_sections(RunConfig, ""), *retraining]:
         lines += [f"## {title or 'The run'}", "", (section.__doc__ or "").strip(), ""]
         lines += ["| setting | default | values | meaning |", "|---|---|---|---|"]
         for name, field in section.model_fields.items():

@@ -14,6 +14,7 @@ from flows.cli.housekeeping import gc, verify
 from flows.cli.inspect import rollouts, show
 from flows.cli.rerun import debug, rerun
 from flows.cli.rescore import rescore
+from flows.cli.retrain import models, retrain, rollback, watch
 from flows.cli.score import score
 from flows.cli.status import status
 from flows.cli.sweep import sweep
@@ -63,6 +64,10 @@ app.command()(rescore)
 app.command()(score)
 app.command()(debug)
 app.command()(deploy)
+app.command()(retrain)
+app.command()(rollback)
+app.command()(models)
+app.command()(watch)
 app.command()(serve)
 app.command()(up)
 app.command()(down)

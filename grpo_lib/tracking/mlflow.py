@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from grpo_lib.branches import branch_differences
-from grpo_lib.config import RunConfig
 from grpo_lib.errors import TrackingDownError, TrackingError
 from grpo_lib.patience import Patience
 from grpo_lib.run import Run
 from grpo_lib.storage.claims import user_name
-from grpo_lib.tracking.address import SQLITE_URI, check_tracking, public, tracking_uri
+from grpo_lib.tracking.address import SQLITE_URI, Tracked, check_tracking, public, tracking_uri
 from grpo_lib.tracking.notes import commands, note
 
 MAX_PARAM_LENGTH = 6000  # MLflow's limits
@@ -98,8 +97,8 @@ def _make_database(path: Path) -> None:
 class MlflowServer:
     """An MLflow server, or a database file in its place, and how it is called."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, config: Tracked) -> None:
+        self._experiment = config.tracking.experiment
         self.uri = tracking_uri(config)
         self._lock = threading.RLock()
         self._patience = Patience(
@@ -123,7 +122,7 @@ class MlflowServer:
     def experiment_id(self) -> str:
         from mlflow.exceptions import MlflowException
 
-        name = self._config.tracking.experiment
+        name = self._experiment
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return found.experiment_id
@@ -157,7 +156,7 @@ class Tracker(MlflowServer):
     def __init__(self, run: Run) -> None:
         super().__init__(run.config)
         self._run = run
-        self._name, self._place = run.name, run.place
+        self._config, self._name, self._place = run.config, run.name, run.place
         self._base = run.lineage[1] if run.config.branch is not None else None
         self._monitor: Any = None
 

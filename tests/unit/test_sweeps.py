@@ -49,7 +49,7 @@ def test_ranges_are_even_over_logarithms_and_reach_both_whole_ends() -> None:
     drawn = [Range(low=1e-4, high=1e-2, log=True).draw(source) for _ in range(4000)]
     assert abs(sum(each < 1e-3 for each in drawn) / 4000 - 0.5) < 0.03
     whole = [Range(low=1, high=3, integer=True).draw(source) for _ in range(3000)]
-    assert {each for each in whole} == {1, 2, 3}
+    assert set(whole) == {1, 2, 3}
     assert all(abs(whole.count(each) / 3000 - 1 / 3) < 0.04 for each in (1, 2, 3))
 
 
