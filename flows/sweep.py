@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -22,7 +21,7 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.orchestration import get_client
 from prefect.runtime import task_run
 from prefect.settings import get_current_settings
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Crashed
 from pydantic import BaseModel
 
 from flows.report import artifact_key
@@ -46,7 +45,6 @@ LOOK_SECONDS = 2.0
 """Between looks at a run that works."""
 STOP_SECONDS = 60.0
 """A run that is stopped has so long for its end."""
-LOG_BYTES = 4000
 CURVES = {
     "sampled_accuracy": ("evaluate", "sampled_accuracy"),
     "greedy_accuracy": ("evaluate", "greedy_accuracy"),
@@ -187,31 +185,39 @@ def _train(asked: Trial, sweep: SweepConfig, names: list[str]) -> tuple[Outcome,
             parent_task_run_id=UUID(str(task_run.get_id())),
             tags=["grpo", "sweep", sweep.name],
         )
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flows.trial", str(made.id)], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            env=os.environ | get_current_settings().to_environment_variables(exclude_unset=True),
-            preexec_fn=partial(end_with_parent, signal.SIGTERM),
-        )  # fmt: skip
-        try:
-            reason = _watch(process, asked, sweep, names)
-        except BaseException:
-            _stop(process)
-            raise
-        if reason is not None:
-            _stop(process)
-            with get_client(sync_client=True) as client:
-                client.set_flow_run_state(made.id, Cancelled(message=reason), force=True)
-            tracker = tracker_for(Run(asked.config))
-            tracker.set_tag("grpo.stopped", reason)
-            tracker.finish("KILLED")
-            return "stopped", reason
-        if process.returncode:
-            log.seek(0, 2)
-            log.seek(max(0, log.tell() - LOG_BYTES))
-            said = log.read().decode(errors="replace").strip().splitlines()
-            return "failed", said[-1] if said else f"code {process.returncode}, without a word"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flows.trial", str(made.id)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,  # Prefect has its log
+        env=os.environ | get_current_settings().to_environment_variables(exclude_unset=True),
+        preexec_fn=partial(end_with_parent, signal.SIGTERM),
+    )  # fmt: skip
+    try:
+        reason = _watch(process, asked, sweep, names)
+    except BaseException:
+        _stop(process)
+        raise
+    if reason is not None:
+        _stop(process)
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(made.id, Cancelled(message=reason), force=True)
+        tracker = tracker_for(Run(asked.config))
+        tracker.set_tag("grpo.stopped", reason)
+        tracker.finish("KILLED")
+        return "stopped", reason
+    if process.returncode:
+        return "failed", _cause(made.id, process.returncode)
     return "done", ""
+
+
+def _cause(flow_run: UUID, code: int) -> str:
+    """Why a run failed. Of one whose process was killed Prefect has no end: it gets one."""
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(flow_run).state
+        if state is not None and state.is_final():
+            return (state.message or state.name or "").removeprefix("Flow run encountered an exception: ")
+        how = f"its process was killed by signal {-code}" if code < 0 else f"its process ended with code {code}"
+        client.set_flow_run_state(flow_run, Crashed(message=how), force=True)
+    return how
 
 
 def _watch(process: "subprocess.Popen[bytes]", asked: Trial, sweep: SweepConfig, names: list[str]) -> str | None:
