@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.cluster import down, up, worker
+from flows.cli.cluster import down, head, join, up, worker
 from flows.cli.compare import compare
 from flows.cli.housekeeping import gc, verify
 from flows.cli.inspect import rollouts, show
@@ -63,6 +63,8 @@ app.command()(serve)
 app.command()(up)
 app.command()(down)
 app.command()(worker)
+app.command()(head)
+app.command()(join)
 app.command()(status)
 app.command()(verify)
 app.command()(gc)
