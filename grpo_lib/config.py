@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from grpo_lib.config_algorithm import AlgorithmConfig
-from grpo_lib.config_base import Section, UrlWithoutSecrets
+from grpo_lib.config_base import RUN_NAME, Section, UrlWithoutSecrets
 from grpo_lib.config_branch import BranchConfig
 from grpo_lib.config_data import DataConfig
 from grpo_lib.config_placement import PipelineConfig, PlacementConfig
@@ -256,8 +256,11 @@ class TrackingConfig(Section):
     )
     registered_model: str | None = Field(
         None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        pattern=RUN_NAME,
         description="MLflow's registered model that gets a version for each checkpoint; null: none.",
+    )
+    sweep: str | None = Field(
+        None, pattern=RUN_NAME, description="The sweep whose run in MLflow is this one's parent; `grpo sweep` sets it."
     )
     patience_seconds: float = Field(
         120, ge=0, description="So long an MLflow server that is away is asked again; a refusal fails at once."
@@ -269,7 +272,7 @@ class RunConfig(Section):
 
     name: str | None = Field(
         None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        pattern=RUN_NAME,
         description="Name of the run; null: the problem and a digest of the configuration.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Every random number of the run comes from it.")

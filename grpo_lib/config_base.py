@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from grpo_lib.urls import without_secrets
 
@@ -56,6 +56,11 @@ def _secret_word(query: str) -> str | None:
 
 
 UrlWithoutSecrets = Annotated[str, AfterValidator(_no_credentials)]
+
+
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+RunName = Annotated[str, Field(pattern=RUN_NAME)]
+"""Of a run, a branch, a sweep or a registered model."""
 
 
 def _compiles(text: str) -> str:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Hashable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -16,6 +16,8 @@ from grpo_lib.config_algorithm import AlgorithmConfig
 from grpo_lib.config_data import DATA_SECTIONS
 from grpo_lib.errors import ConfigError
 from grpo_lib.urls import shown, without_secrets
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
@@ -80,8 +82,17 @@ def make_config(
             _forget_options(values[steps[0]], steps[1], value)
     for steps, value, override in parsed:
         _set(values, steps, value, override)
+    return validated(RunConfig, values, origin)
+
+
+def validated(section: type[AnySection], values: dict[str, Any], origin: str) -> AnySection:
+    """A section from plain values.
+
+    Raises:
+        ConfigError: naming key, value, bound and remedy.
+    """
     try:
-        return RunConfig.model_validate(values)
+        return section.model_validate(values)
     except ValidationError as error:
         raise _config_error(origin, error) from None
 
@@ -92,10 +103,7 @@ def make_store_config(uri: str, endpoint_url: str | None = None) -> StoreConfig:
     Raises:
         ConfigError: naming the option's value and the remedy.
     """
-    try:
-        return StoreConfig(uri=uri, endpoint_url=endpoint_url)
-    except ValidationError as error:
-        raise _config_error("store", error) from None
+    return validated(StoreConfig, {"uri": uri, "endpoint_url": endpoint_url}, "store")
 
 
 class _UniqueKeys(yaml.SafeLoader):

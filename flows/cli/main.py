@@ -8,13 +8,14 @@ import typer
 
 from flows.cli.cluster import down, head, join, up, worker
 from flows.cli.compare import compare
+from flows.cli.deploy import deploy, serve
 from flows.cli.housekeeping import gc, verify
 from flows.cli.inspect import rollouts, show
 from flows.cli.rerun import debug, rerun
 from flows.cli.rescore import rescore
 from flows.cli.score import score
-from flows.cli.serve import serve
 from flows.cli.status import status
+from flows.cli.sweep import sweep
 from flows.cli.training import evaluate, export, resume, run, warm_start
 from grpo_lib.errors import GrpoError
 from grpo_lib.progress import Notes, show_progress_on
@@ -55,10 +56,12 @@ app.command()(compare)
 app.command()(evaluate)
 app.command("warm-start")(warm_start)
 app.command()(export)
+app.command()(sweep)
 app.command()(rerun)
 app.command()(rescore)
 app.command()(score)
 app.command()(debug)
+app.command()(deploy)
 app.command()(serve)
 app.command()(up)
 app.command()(down)

@@ -11,6 +11,8 @@
         judged/{sha256}.arrow                           what an attempt that failed had judged; garbage as well
     index/{first two digits of key}/{key}.json          which run holds a manifest with that key
     damaged/runs/...                                    what was set aside, for people
+    sweeps/{sweep}/sweep.json                           what a sweep was asked for
+    sweeps/{sweep}/{run}.json                           how a run of it ended
     probe/...                                           what checks write and delete
 
 An iteration's number has six digits, so that listings come in order.
@@ -23,6 +25,7 @@ RUNS = "runs"
 INDEX = "index"
 DAMAGED = "damaged"
 PROBES = "probe"
+SWEEPS = "sweeps"
 JUDGED = "judged"
 _IN_ATTEMPT = re.compile(r"(runs/[^/]+/(?:setup|iterations/\d+)/[^/]+/[^/]+/[^/]+)/[^/]+")
 
@@ -40,6 +43,16 @@ def run_file(run: str) -> str:
 def continuation_file(run: str) -> str:
     """The settings with which a run was last continued, where they differ from those of its description."""
     return f"{run_folder(run)}/continued.json"
+
+
+def sweep_file(sweep: str) -> str:
+    """The description of a sweep."""
+    return f"{SWEEPS}/{_step(sweep)}/sweep.json"
+
+
+def trial_file(sweep: str, run: str) -> str:
+    """Exists when a run of a sweep has ended for good."""
+    return f"{SWEEPS}/{_step(sweep)}/{_step(run)}.json"
 
 
 def damage_file(run: str) -> str:

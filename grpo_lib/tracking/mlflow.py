@@ -25,6 +25,9 @@ MAX_PARAM_LENGTH = 6000  # MLflow's limits
 MAX_TAG_LENGTH = 5000
 MAX_DIGEST_LENGTH = 36
 LAST_SAMPLE_SECONDS = 5.0
+SWEEP = "grpo.sweep"
+"""Tag of the MLflow run that is a sweep; ``SWEEP_OF`` is that of its runs."""
+SWEEP_OF = "grpo.sweep_of"
 TABLES = "mlflow.loggedArtifacts"
 """Tag that lists the files that MLflow's pages show as tables."""
 CHECKPOINT = "grpo.checkpoint"
@@ -93,6 +96,7 @@ class MlflowServer:
     """An MLflow server, or a database file in its place, and how it is called."""
 
     def __init__(self, config: RunConfig) -> None:
+        self._config = config
         self.uri = tracking_uri(config)
         self._lock = threading.RLock()
         self._patience = Patience(
@@ -111,21 +115,6 @@ class MlflowServer:
         if self.uri.startswith(SQLITE_URI):
             _make_database(Path(self.uri.removeprefix(SQLITE_URI)))
         return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
-
-
-class Tracker(MlflowServer):
-    """The MLflow run of one training run; made at first use, found again afterwards.
-
-    Raises:
-        TrackingError: from every method, when MLflow refuses, or TrackingDownError when it can't be reached.
-    """
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run.config)
-        self._run = run
-        self._config, self._name, self._place = run.config, run.name, run.place
-        self._base = run.lineage[1] if run.config.branch is not None else None
-        self._monitor: Any = None
 
     @cached_property
     def experiment_id(self) -> str:
@@ -147,6 +136,28 @@ class Tracker(MlflowServer):
                 raise
             return found.experiment_id
 
+    def _runs_with(self, tags: Mapping[str, str]) -> Any:
+        """The oldest MLflow run with these tags, if there is one."""
+        query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+        return self._client.search_runs(
+            [self.experiment_id], query, max_results=1, order_by=["attribute.start_time ASC"]
+        )
+
+
+class Tracker(MlflowServer):
+    """The MLflow run of one training run; made at first use, found again afterwards.
+
+    Raises:
+        TrackingError: from every method, when MLflow refuses, or TrackingDownError when it can't be reached.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.config)
+        self._run = run
+        self._name, self._place = run.name, run.place
+        self._base = run.lineage[1] if run.config.branch is not None else None
+        self._monitor: Any = None
+
     @cached_property
     def run_id(self) -> str:
         """The MLflow run, made with the configuration as its parameters when there is none yet."""
@@ -167,17 +178,10 @@ class Tracker(MlflowServer):
             "mlflow.user": user_name(),
             "mlflow.source.name": "grpo",
         }
-        tags |= self._branch_tags()
+        tags |= self._branch_tags() or self._sweep_tags()
         run_id = self._client.create_run(self.experiment_id, tags=tags, run_name=self._name).info.run_id
         self._log_parameters(run_id)
         return run_id
-
-    def _runs_with(self, tags: Mapping[str, str]) -> Any:
-        """The oldest MLflow run with these tags, if there is one."""
-        query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-        return self._client.search_runs(
-            [self.experiment_id], query, max_results=1, order_by=["attribute.start_time ASC"]
-        )
 
     def _branch_tags(self) -> dict[str, str]:
         """Of a branch: where it left which run, and that run as its parent, if it is in the same experiment."""
@@ -189,6 +193,14 @@ class Tracker(MlflowServer):
         tags |= {"grpo.branch.stage": branch.stage, "grpo.branch.settings": changed[:MAX_TAG_LENGTH]}
         parent = self._runs_with({"grpo.run": self._base.name, "grpo.place": self._base.place})
         return tags | ({"mlflow.parentRunId": parent[0].info.run_id} if parent else {})
+
+    def _sweep_tags(self) -> dict[str, str]:
+        """Of a run of a sweep: the sweep's run as its parent."""
+        sweep = self._config.tracking.sweep
+        if sweep is None:
+            return {}
+        parent = self._runs_with({SWEEP: sweep, "grpo.place": self._run.objects.uri})
+        return {SWEEP_OF: sweep} | ({"mlflow.parentRunId": parent[0].info.run_id} if parent else {})
 
     def _log_parameters(self, run_id: str) -> None:
         from mlflow.entities import Param

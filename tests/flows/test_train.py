@@ -283,8 +283,8 @@ def test_an_evaluation_with_other_settings_leaves_the_report_of_the_run_alone(ti
     config = tiny()
     train(config)
     before = report(Run(config)).accuracy
-    other = tiny("evaluation.samples=4", "evaluation.pass_k=[1,4]")
-    assert "pass_at_4" in evaluate(other, None)
+    other = ["evaluation.samples=4", "evaluation.pass_k=[1,4]"]
+    assert "pass_at_4" in evaluate("tiny", None, other, config.store)
     assert report(Run(config)).accuracy == before
 
 
