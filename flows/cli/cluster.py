@@ -36,6 +36,7 @@ def up(
     rollout_workers: Places = 1,
     train_workers: Places = 1,
     score_workers: Places = 0,
+    runs: Annotated[int, typer.Option(min=0, help="Runs at a time that are started on Prefect's pages; 0: none.")] = 2,
     dashboard_port: Annotated[
         int | None, typer.Option(min=1024, max=65535, help="Ray's dashboard (needs ray[default]); default: none.")
     ] = None,
@@ -48,7 +49,7 @@ def up(
     options = SetOptions(
         folder=folder.absolute(), host=host, prefect_port=prefect_port, mlflow_port=mlflow_port, ray_port=ray_port,
         dashboard_port=dashboard_port,
-        workers={"rollout": rollout_workers, "train": train_workers, "score": score_workers},
+        workers={"rollout": rollout_workers, "train": train_workers, "score": score_workers}, runs=runs,
     )  # fmt: skip
     if detach:
         _detach(options)
@@ -88,6 +89,7 @@ def usage(options: "SetOptions", secret: str) -> str:
     """How to use a set that is up, and what is open."""
     from grpo_lib.services.local_set import LOOPBACK
 
+    forms = f"in a browser: {options.prefect_url}/deployments has forms that start runs\n" if options.runs else ""
     places = ", ".join(f"{count} {role}" for role, count in options.workers.items() if count)
     warning = (
         f"--host {options.host}: whoever reaches this machine can read and change everything in Prefect and MLflow, "
@@ -95,7 +97,7 @@ def usage(options: "SetOptions", secret: str) -> str:
     )
     return f"""{"" if options.host in LOOPBACK else warning}
 all is up: Prefect {options.prefect_url}, MLflow {options.mlflow_url}, Ray {options.ray_address} (places for: {places})
-in another terminal:
+{forms}in another terminal:
   export PREFECT_API_URL={options.prefect_url}/api
   grpo run CONFIG placement.kind=ray tracking.uri={options.mlflow_url}
   grpo status{_option(options)}

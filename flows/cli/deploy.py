@@ -66,12 +66,13 @@ def serve(
     What was started on Prefect's pages is cancelled there too: its stages stop, on workers as well.
     """
     made = put(_values(config, overrides), pool, "process", None, file)
+    _limit(pool, limit)
     names = ", ".join(each["name"].partition("/")[2] for each in made)
     typer.echo(f"serving {names} at {_server()}; Ctrl-C ends it")
     sys.stdout.flush()
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
     os.environ.setdefault("PREFECT_WORKER_QUERY_SECONDS", POLL_SECONDS)
-    os.execv(command[0], [*command, "--limit", str(limit), "--install-policy", "never"])
+    os.execv(command[0], [*command, "--install-policy", "never"])
 
 
 def put(
@@ -100,7 +101,8 @@ def put(
             "GRPO_DIRECTORY": directory or str(Path.cwd()),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         }
-        _prefect(["work-pool", "create", pool, "--type", kind], environment, may_fail="already exists")
+        if not _has_pool(pool):
+            _prefect(["work-pool", "create", pool, "--type", kind], environment, may_fail="already exists")
         _prefect(["--no-prompt", "deploy", "--all", "--prefect-file", str(filled)], environment)
     missing = [name for name in names if name not in (found := _deployed(names, pool))]
     if missing:
@@ -196,6 +198,27 @@ def _prefect(words: list[str], environment: dict[str, str], may_fail: str | None
     said = " ".join(f"{done.stdout} {done.stderr}".split())
     if done.returncode and (may_fail is None or may_fail not in said):
         raise ConfigError(f"`prefect {' '.join(words[:3])}` failed: {said[-1000:]}")
+
+
+def _has_pool(name: str) -> bool:
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_work_pool(name)
+        except ObjectNotFound:
+            return False
+    return True
+
+
+def _limit(pool: str, runs: int) -> None:
+    """By the server: a worker with a limit of its own dies of a run that is retried before its process has ended."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolUpdate
+
+    with get_client(sync_client=True) as client:
+        client.update_work_pool(pool, WorkPoolUpdate(concurrency_limit=runs))
 
 
 def _deployed(names: list[str], pool: str) -> dict[str, tuple[str, str]]:

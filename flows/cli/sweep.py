@@ -109,9 +109,8 @@ def _print(result: "SweepReport") -> None:
     from flows.cli.console import console
 
     keys = list(dict.fromkeys(key for each in result.runs for key in each.settings))
-    table = Table(
-        "run", *_headings(keys), result.metric, "iterations", "", title=f"sweep {result.sweep}", title_justify="left"
-    )
+    headings = ("run", *_headings(keys), result.metric, "iterations", "")
+    table = Table(*headings, title=f"sweep {result.sweep}", title_justify="left")
     for each in result.runs:
         value = "" if each.value is None else f"{each.value:.3f} ± {each.error or 0.0:.3f}"
         settings = [f"{each.settings[key]:.4g}" if isinstance(each.settings[key], float) else str(each.settings[key])

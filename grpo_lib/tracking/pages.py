@@ -30,8 +30,8 @@ def links_page(links: Mapping[str, str]) -> str:
     """Names to addresses; what is no web address is shown as it is."""
     lines = []
     for name, address in links.items():
-        shown = f"[{plain(address)}]({address})" if address.startswith(("http://", "https://")) else code(address)
-        lines.append(f"- {plain(name)}: {shown}")
+        is_web = address.startswith(("http://", "https://"))
+        lines.append(f"- [{plain(name)}]({address})" if is_web else f"- {plain(name)}: {code(address)}")
     return "\n".join(lines)
 
 

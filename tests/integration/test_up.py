@@ -60,7 +60,7 @@ class Set:
         }  # fmt: skip
         self.seen: set[psutil.Process] = set()
         self.log = self.place / "log"
-        words = ["up", *self.options, *(["--detach"] if detach else [])]
+        words = ["up", *self.options, *(["--detach", "--runs", "0"] if detach else [])]
         for name, port in self.ports.items():
             words += [f"--{name}-port", str(port)]
         with self.log.open("wb") as log:
@@ -174,7 +174,7 @@ def test_everything_is_up_and_status_says_so(running: Set) -> None:
     found = running.status()
     assert found["problem"] is None
     assert {each["name"]: each["state"] for each in found["services"]} == dict.fromkeys(
-        ("prefect", "mlflow", "ray head", "ray node"), "up"
+        ("prefect", "mlflow", "ray head", "ray node", "runs"), "up"
     )
     assert all(each["memory_bytes"] > 2**24 and each["restarts"] == 0 for each in found["services"])
     (node,) = found["nodes"]
@@ -182,6 +182,10 @@ def test_everything_is_up_and_status_says_so(running: Set) -> None:
     assert found["workers"] == [] and "none yet" in running.grpo("status", *running.options).stdout
     assert ask(f"{prefect(running)}/health") is True
     assert f"export PREFECT_API_URL={prefect(running)}" in running.said
+    forms = {each["name"]: each for each in ask(f"{prefect(running)}/deployments/filter", limit=20)}
+    assert {"train", "evaluate", "retrain", "rerun-stage", "rescore", "sweep"} == forms.keys()
+    tracking = forms["train"]["parameters"]["config"]["tracking"]
+    assert tracking["uri"] == f"http://127.0.0.1:{running.ports['mlflow']}"
     token = running.place / "token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600 and str(token) in running.said
     assert token.read_text() not in running.said
