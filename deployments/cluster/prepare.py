@@ -1,6 +1,6 @@
 """What a fresh cluster needs once: buckets, and MLflow's user for runs. Run again, it only sets that user's password.
 
-Reads the S3 credentials, AWS_ENDPOINT_URL_S3 (none: AWS), GRPO_BUCKETS (names with spaces between), MLFLOW_TRACKING_URI,
+Reads the S3 credentials, AWS_ENDPOINT_URL_S3 (none: AWS), GRPO_BUCKETS (names, spaces between), MLFLOW_TRACKING_URI,
 MLFLOW_AUTH_ADMIN_USERNAME, MLFLOW_AUTH_ADMIN_PASSWORD, GRPO_MLFLOW_USER and GRPO_MLFLOW_PASSWORD.
 """
 

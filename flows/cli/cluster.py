@@ -1,4 +1,4 @@
-"""`grpo up`, `grpo down`, and the parts of a cluster: `grpo head`, `grpo worker`, `grpo join`; all in the foreground."""
+"""`grpo up`, `grpo down`, and the parts of a cluster, `grpo head`, `grpo worker`, `grpo join`: in the foreground."""
 
 import os
 import signal

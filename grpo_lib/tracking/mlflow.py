@@ -51,8 +51,9 @@ def mlflow_call(method: Method) -> Method:
                 return method(self, *args, **kwargs)
             except (MlflowException, OSError) as error:
                 down = _may_pass(error)
+                what = "does not answer" if down else "refused"
                 raise (TrackingDownError if down else TrackingError)(
-                    f"MLflow at {public(self.uri)} {'does not answer' if down else 'refused'}: {safe(str(error))[:500]}. "
+                    f"MLflow at {public(self.uri)} {what}: {safe(str(error))[:500]}. "
                     "Training data is safe in the store; `grpo resume` logs what is missing"
                 ) from None  # its text may repeat the password
 

@@ -1,7 +1,7 @@
 """The cluster of deployments/compose with its real services, as processes: what people do with it, and what it tells.
 
-PostgreSQL, Prefect and MLflow with passwords, S3, Ray with token and encryption, a work pool with a worker; commands and
-environments are those of compose.yaml.
+PostgreSQL, Prefect and MLflow with passwords, S3, Ray with token and encryption, a work pool with a worker;
+commands and environments are those of compose.yaml.
 """
 
 import base64
