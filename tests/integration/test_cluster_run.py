@@ -298,7 +298,7 @@ def echo() -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
-            body = json.dumps({"error_code": "INVALID", "message": str(self.headers)}).encode()
+            body = json.dumps({"error_code": "INVALID_PARAMETER_VALUE", "message": str(self.headers)}).encode()
             self.send_response(200 if self.path == "/health" else 400)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
