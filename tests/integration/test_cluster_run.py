@@ -22,6 +22,7 @@ from urllib.parse import quote
 import boto3
 import httpx
 import pytest
+import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     DeploymentFilter,
@@ -245,6 +246,18 @@ def test_an_event_reruns_a_stage_that_it_names(
     assert ended(prefect, run).parameters["stage"] == "reward"
     made = [key for key in objects(cluster) if key.startswith("grpo/store/runs/again/")]
     assert any(key.endswith("run.json") for key in made), "the branch is there"
+
+
+def test_prefect_takes_the_work_pool_of_kubernetes(cluster: ClusterSet, prefect: SyncPrefectClient) -> None:
+    base = ROOT / "deployments" / "kubernetes" / "base"
+    worker = yaml.safe_load((base / "prefect-worker.yaml").read_text())["spec"]["template"]["spec"]
+    places = {"grpo": "pods", "/template/work-pool.json": str(base / "work-pool.json")}
+    command = [places.get(word, word) for word in worker["initContainers"][0]["args"]]
+    for _ in range(2):  # the pod may start again
+        done = subprocess.run(command, env=cluster.environment("deploy"), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    pool = prefect.read_work_pool("pods")
+    assert (pool.type, pool.base_job_template) == ("kubernetes", json.loads((base / "work-pool.json").read_text()))
 
 
 def test_a_url_with_a_password_is_refused_by_the_form(cluster: ClusterSet, prefect: SyncPrefectClient) -> None:
