@@ -1,6 +1,7 @@
 """The cluster of deployments/compose as plain processes: its commands and environments, with other hosts and ports."""
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ NOBODY = "nobody"
 
 
 class ClusterSet:
-    """A cluster that runs; ``secrets`` is its `.env`."""
+    """A cluster that runs; ``secrets`` are those of its `.env`, and the key of a judge."""
 
     def __init__(self, s3: str) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="gc", dir="/tmp"))  # short: paths of sockets are limited
@@ -35,7 +36,7 @@ class ClusterSet:
         self.logs = self.home / "logs"
         for name in ("logs", "ca", "state", "tmp", "user"):
             (self.home / name).mkdir()
-        self.secrets = make_env(self.home / ".env")
+        self.secrets = make_env(self.home / ".env") | {"JUDGE_API_KEY": secrets.token_hex(24)}
         self.s3_url = s3
         ports = {name: free_port() for name in ("postgres", "prefect-server", "mlflow", "ray-head")}
         self.prefect_url = f"http://127.0.0.1:{ports['prefect-server']}/api"
@@ -63,7 +64,9 @@ class ClusterSet:
 
     def environment(self, service: str) -> dict[str, str]:
         """Nothing of this process but where programs are."""
-        given = self._services[service].get("environment", {})
+        given = dict(self._services[service].get("environment", {}))
+        if "MLFLOW_TRACKING_PASSWORD" in given:  # runs: a user's own key besides
+            given["JUDGE_API_KEY"] = self.secrets["JUDGE_API_KEY"]
         return {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),

@@ -273,10 +273,14 @@ def test_a_run_that_fails_says_where_and_no_secret(
     with echo() as url:  # answers with what it was asked, headers and all
         proxied = config(cluster, name="unreachable", tracking={"uri": url, "patience_seconds": 1})
         gone = config(cluster, name="gone", store=store(cluster) | {"endpoint_url": "http://127.0.0.1:9"})
-        begun = [start(prefect, "train", {"config": each}) for each in (proxied, gone)]
+        judge = {"url": f"{url}/v1", "model": "any", "prompt": "{response}", "api_key_variable": "JUDGE_API_KEY"}
+        judge |= {"pattern": "([0-9])", "retries": 0}
+        judged = config(cluster, name="judged", reward={"functions": [{"name": "judge", "kwargs": judge}]})
+        begun = [start(prefect, "train", {"config": each}) for each in (proxied, judged, gone)]
         said = [logs(prefect, ended(prefect, each, "FAILED")) for each in begun]
     assert f"MLflow at {url} refused" in said[0] and "Basic ***" in said[0], "the server did repeat the password"
-    assert "127.0.0.1:9" in said[1]
+    assert "the endpoint answers with 400" in said[1] and "Bearer ***" in said[1]
+    assert "127.0.0.1:9" in said[2]
 
 
 def test_no_secret_is_anywhere_afterwards(cluster: ClusterSet, trained: FlowRun) -> None:
@@ -287,7 +291,7 @@ def test_no_secret_is_anywhere_afterwards(cluster: ClusterSet, trained: FlowRun)
 def leaks(cluster: ClusterSet) -> list[str]:
     """Where a secret of the `.env` stands: as it is, in a URL, or in base64, as headers have it."""
     known = {name: value for name, value in cluster.secrets.items() if len(value) >= 40}
-    assert len(known) == 9
+    assert len(known) == 10
     known["MLflow header"] = f"{cluster.secrets['MLFLOW_USER']}:{cluster.secrets['MLFLOW_PASSWORD']}"
     known["Prefect password"] = cluster.secrets["PREFECT_AUTH"].partition(":")[2]
     forms = {name: (value, quote(value), base64.b64encode(value.encode()).decode()) for name, value in known.items()}
