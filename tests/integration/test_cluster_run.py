@@ -45,7 +45,7 @@ from tests.flows.tiny import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RUN_SECONDS = 240
-FIRES_SECONDS = 90
+FIRES_SECONDS = 240
 
 
 @pytest.fixture(scope="module")
