@@ -15,9 +15,9 @@ help:
 	@echo "make demo-seeds  the demo with three seeds, as a table"
 	@echo "make test        all tests"
 	@echo "make chaos       SEEDS=200 runs in which something is killed or fails, as a table; SEED=17: that one again"
-	@echo "make check       ruff, mypy, import rules"
+	@echo "make check       ruff, mypy, import rules, documentation without warnings"
 	@echo "make bench       benchmarks (ratios measured side by side)"
-	@echo "make docs        build the documentation"
+	@echo "make docs        write the generated pages, build the documentation into site/"
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -42,12 +42,13 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --strict --quiet
 
 bench: $(READY)
 	$(BIN)/python tests/benchmarks/run.py
 
 docs: $(READY)
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -q -e '.[docs]'
+	$(BIN)/python docs/generate.py
 	$(BIN)/mkdocs build --strict
 
 clean:

@@ -14,7 +14,7 @@ from grpo_lib.placement.devices import use_threads
 from grpo_lib.placement.local import end_processes
 from grpo_lib.preflight import check_agent, data_digests
 from grpo_lib.run import Run, load_run
-from grpo_lib.storage.manifests import Manifest, latest
+from grpo_lib.storage.manifests import FIRST_POLICIES, Manifest, latest
 from tasks.dataset import dataset
 
 
@@ -77,7 +77,7 @@ def policy_of(run: Run, version: int | None) -> Manifest:
         NotFoundError: there is none.
     """
     manifests = run.stages.manifests()
-    policies = [policy for stage in ("warm_start", "pretrained", "update") for policy in latest(manifests, stage)]
+    policies = [policy for stage in (*FIRST_POLICIES, "update") for policy in latest(manifests, stage)]
     if not policies:
         raise NotFoundError(f"run {run.name!r} has no policy yet; `grpo resume {run.name}` goes on with it")
     if version is None:

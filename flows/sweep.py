@@ -5,6 +5,7 @@ How a run ended is written to the store, so that a sweep that is started again g
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from prefect import flow, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.orchestration import get_client
 from prefect.runtime import task_run
+from prefect.settings import get_current_settings
 from prefect.states import Cancelled
 from pydantic import BaseModel
 
@@ -188,6 +190,7 @@ def _train(asked: Trial, sweep: SweepConfig, names: list[str]) -> tuple[Outcome,
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "flows.trial", str(made.id)], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            env=os.environ | get_current_settings().to_environment_variables(exclude_unset=True),
             preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )  # fmt: skip
         try:

@@ -24,6 +24,7 @@ from grpo_lib.progress import progress
 from grpo_lib.recipe import extra_stages, plugin_digests
 from grpo_lib.rewards.judges import reward_digests
 from grpo_lib.run import Run, open_run
+from grpo_lib.start import checkpoint_to_start_from
 from grpo_lib.storage.lease import held_by_another, holding
 from grpo_lib.storage.stages import ArtifactRef
 from grpo_lib.tracking.address import tracking_uri
@@ -32,7 +33,7 @@ from tasks.advantage import advantage
 from tasks.dataset import dataset
 from tasks.futures import StageFuture, forget_results
 from tasks.logprobs import old_logprobs, ref_logprobs, values
-from tasks.policy import pretrained, warm_start
+from tasks.policy import inherited, pretrained, warm_start
 from tasks.publish import publish, published_elsewhere
 from tasks.reference import reference, reference_model
 from tasks.reward import greedy_reward
@@ -145,7 +146,9 @@ def milestones(run: Run, done: int, data: ArtifactRef, policy: ArtifactRef) -> P
 
 
 def first_policy(run: Run, data: ArtifactRef) -> ArtifactRef:
-    """The policy that the run starts from: made on the spot, or pretrained."""
+    """The policy that the run starts from: another run's, made on the spot, or pretrained."""
+    if run.config.model.start is not None:
+        return inherited(run, None, checkpoint_to_start_from(run.config).to_ref(reused=True))
     if run.config.model.path is None:
         return warm_start(run, None, data)
     return pretrained(run, None, external=model_digests(run.config.model.path))

@@ -55,6 +55,13 @@ class SmallModelConfig(Section):
         return self
 
 
+class StartConfig(Section):
+    """A policy of another run of the same store, to start from."""
+
+    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="Name of the run.")
+    version: int = Field(ge=1, description="Policy after so many updates; it must have a checkpoint.")
+
+
 class ModelConfig(Section):
     """The policy to start from: a pretrained model, or a small one made on the spot by the warm start."""
 
@@ -62,6 +69,9 @@ class ModelConfig(Section):
         None,
         min_length=1,
         description="Folder or hub name of a pretrained model; null makes the `small` one and warm-starts it.",
+    )
+    start: StartConfig | None = Field(
+        None, description="Weights of another run's policy; `path` (null: the small model) says the tokenizer."
     )
     small: SmallModelConfig = SmallModelConfig()
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights in forward and backward passes.")
@@ -307,7 +317,12 @@ class RunConfig(Section):
         rollout, trainer, optimizer = self.rollout, self.trainer, self.trainer.optimizer
         if self.branch is not None and self.name in (None, self.branch.run):
             raise ValueError(f"a branch of run {self.branch.run!r} needs a name of its own: set name")
-        if self.model.path is None and self.warm_start is None:
+        if self.model.start is not None and self.warm_start is not None:
+            raise ValueError(
+                f"model.start={self.model.start.run!r} and warm_start exclude each other: the policy is there already; "
+                "set warm_start=null"
+            )
+        if self.model.path is None and self.warm_start is None and self.model.start is None:
             raise ValueError("model.path is null and there is no warm_start: name a model, or add `warm_start: {}`")
         if self.model.path is not None and self.warm_start is not None:
             raise ValueError(

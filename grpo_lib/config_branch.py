@@ -10,6 +10,7 @@ ORDER = (
     "dataset",
     "warm_start",
     "pretrained",
+    "inherited",
     "reference_model",
     "sampler",
     "prompts",

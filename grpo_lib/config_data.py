@@ -91,10 +91,8 @@ class FilesData(Section):
     )
 
 
-
-
 def _form(schema: dict[str, Any]) -> None:
-    """Forms that are made from the schema offer the variants of ``anyOf`` one by one, those of ``oneOf`` as bare JSON."""
+    """Forms made from the schema offer the variants of ``anyOf`` one by one, those of ``oneOf`` as bare JSON."""
     schema["anyOf"] = schema.pop("oneOf")
     schema.pop("discriminator")
 

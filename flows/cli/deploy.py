@@ -17,6 +17,7 @@ WITH_CONFIG = ("train", "sweep")
 """Deployments whose form has a field ``config``."""
 WITH_STORE = ("evaluate", "rerun-stage", "rescore")
 """Deployments that look for runs in a store."""
+RETRAIN = "retrain"
 POLL_SECONDS = "2"
 """Between a served worker's looks for new runs; Prefect's own 10 are for many workers."""
 
@@ -24,6 +25,9 @@ Config = Annotated[
     Path | None, typer.Argument(help="YAML configuration that fills the forms of train and sweep.", show_default=False)
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="`key=value` settings over it.", show_default=False)]
+Retrain = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="YAML of a retraining: fills its form, and events start it.")
+]
 Pool = Annotated[str, typer.Option(help="Prefect's work pool whose workers carry runs out; made if there is none.")]
 File = Annotated[Path | None, typer.Option("--file", help="Another prefect.yaml; default: the package's own.")]
 
@@ -35,6 +39,7 @@ def deploy(
     kind: Annotated[str, typer.Option("--type", help="Type of the pool if it is made: process, kubernetes, ...")] = (
         "process"
     ),
+    retrain: Retrain = None,
     directory: Annotated[
         str | None, typer.Option(help="Where runs start on the workers; default: this folder.", show_default=False)
     ] = None,
@@ -45,7 +50,7 @@ def deploy(
 
     A worker of the pool carries them out: `prefect worker start --pool grpo`, or `grpo serve`, which does both.
     """
-    made = put(_values(config, overrides), pool, kind, directory, file)
+    made = put(_values(config, overrides), _retraining(retrain), pool, kind, directory, file)
     if as_json:
         typer.echo(json.dumps(made))
         return
@@ -59,13 +64,14 @@ def serve(
     overrides: Overrides = None,
     pool: Pool = "grpo",
     limit: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 2,
+    retrain: Retrain = None,
     file: File = None,
 ) -> None:
     """Put the deployments on Prefect's server and carry out here what is started there, until Ctrl-C.
 
     What was started on Prefect's pages is cancelled there too: its stages stop, on workers as well.
     """
-    made = put(_values(config, overrides), pool, "process", None, file)
+    made = put(_values(config, overrides), _retraining(retrain), pool, "process", None, file)
     _limit(pool, limit)
     names = ", ".join(each["name"].partition("/")[2] for each in made)
     typer.echo(f"serving {names} at {_server()}; Ctrl-C ends it")
@@ -76,12 +82,18 @@ def serve(
 
 
 def put(
-    values: dict[str, Any] | None, pool: str, kind: str, directory: str | None, file: Path | None
+    values: dict[str, Any] | None,
+    retraining: dict[str, Any] | None,
+    pool: str,
+    kind: str,
+    directory: str | None,
+    file: Path | None,
 ) -> list[dict[str, str]]:
     """Makes or updates the deployments, and returns their names and pages.
 
     Args:
         values: settings that fill the forms of training; None: those of the demo.
+        retraining: settings that fill the form of retraining; None: it stays empty, and events don't start it.
 
     Raises:
         ConfigError: no server, or Prefect refuses; the message is Prefect's.
@@ -91,7 +103,7 @@ def put(
     server = _server()
     own = Path(str(files("deployments") / "prefect.yaml"))
     plan = _plan(file or own)
-    names = _fill(plan, values or _demo())
+    names = _fill(plan, values or _demo(), retraining)
     with tempfile.TemporaryDirectory() as folder:
         filled = Path(folder) / "prefect.yaml"
         filled.write_text(json.dumps(plan), encoding="utf-8")  # JSON is YAML
@@ -152,6 +164,12 @@ def _values(config: Path | None, overrides: list[str] | None) -> dict[str, Any] 
     return _given(load_config(config, overrides or []))
 
 
+def _retraining(file: Path | None) -> dict[str, Any] | None:
+    from grpo_lib.config_files import load_retrain_config
+
+    return None if file is None else _given(load_retrain_config(file))
+
+
 def _demo() -> dict[str, Any]:
     from grpo_lib.config_files import load_config
 
@@ -177,7 +195,7 @@ def _plan(file: Path) -> dict[str, Any]:
     return plan
 
 
-def _fill(plan: dict[str, Any], values: dict[str, Any]) -> list[str]:
+def _fill(plan: dict[str, Any], values: dict[str, Any], retraining: dict[str, Any] | None) -> list[str]:
     """Puts settings into the forms that have none of their own; returns the names of the deployments."""
     for each in plan["deployments"]:
         parameters = each.get("parameters") or {}
@@ -185,6 +203,10 @@ def _fill(plan: dict[str, Any], values: dict[str, Any]) -> list[str]:
             parameters = {"config": values} | parameters
         elif each["name"] in WITH_STORE and "store" in values:
             parameters = {"store": values["store"]} | parameters
+        elif each["name"] == RETRAIN and retraining is not None:
+            parameters = {"config": retraining} | parameters
+        elif each["name"] == RETRAIN and "config" not in parameters:
+            each.pop("triggers", None)
         each["parameters"] = parameters
     return [each["name"] for each in plan["deployments"]]
 

@@ -9,10 +9,12 @@ import typer
 from flows.cli.cluster import down, head, join, up, worker
 from flows.cli.compare import compare
 from flows.cli.deploy import deploy, serve
+from flows.cli.doctor import doctor
 from flows.cli.housekeeping import gc, verify
 from flows.cli.inspect import rollouts, show
 from flows.cli.rerun import debug, rerun
 from flows.cli.rescore import rescore
+from flows.cli.retrain import models, retrain, rollback, watch
 from flows.cli.score import score
 from flows.cli.status import status
 from flows.cli.sweep import sweep
@@ -62,6 +64,10 @@ app.command()(rescore)
 app.command()(score)
 app.command()(debug)
 app.command()(deploy)
+app.command()(retrain)
+app.command()(rollback)
+app.command()(models)
+app.command()(watch)
 app.command()(serve)
 app.command()(up)
 app.command()(down)
@@ -71,18 +77,7 @@ app.command()(join)
 app.command()(status)
 app.command()(verify)
 app.command()(gc)
-
-
-@app.command()
-def doctor(
-    store: Annotated[str, typer.Option(envvar="GRPO_STORE", help="Folder or s3://bucket/prefix.")] = "grpo-store",
-    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint, for services other than AWS.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-) -> None:
-    """Check versions, device, store, MLflow and Prefect; say what is wrong and how to mend it."""
-    from flows.cli.doctor import examine
-
-    examine(store, endpoint_url, as_json)
+app.command()(doctor)
 
 
 def main() -> None:

@@ -127,7 +127,10 @@ def _mlflow(options: SetOptions) -> Service:
 
 def _runs(options: SetOptions) -> Service:
     """Puts the deployments on Prefect's server, and carries out in the folder of this process what is started there."""
-    settings = [f"tracking.uri={options.mlflow_url}", *(["placement.kind=ray"] if any(options.workers.values()) else [])]
+    settings = [
+        f"tracking.uri={options.mlflow_url}",
+        *(["placement.kind=ray"] if any(options.workers.values()) else []),
+    ]
     return Service(
         name="runs", address=options.prefect_url,
         command=[sys.executable, "-m", "flows.cli.main", "serve", *settings, "--limit", str(options.runs)],

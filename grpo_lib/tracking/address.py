@@ -6,16 +6,27 @@ import os
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
-from grpo_lib.config import RunConfig, StoreConfig
+from grpo_lib.config import StoreConfig, TrackingConfig
 from grpo_lib.errors import TrackingDownError, TrackingError
 
 SQLITE = b"SQLite format 3"  # how such a file begins
 SQLITE_URI = "sqlite:///"
 
 
-def tracking_uri(config: RunConfig) -> str:
+class Tracked(Protocol):
+    """What says where MLflow is: the configuration of a run, or what has these two sections of it."""
+
+    @property
+    def store(self) -> StoreConfig: ...
+
+    @property
+    def tracking(self) -> TrackingConfig: ...
+
+
+def tracking_uri(config: Tracked) -> str:
     """The configured tracking URI, or SQLite in the store's folder (in the working folder for S3)."""
     return config.tracking.uri or default_uri(config.store)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from grpo_lib.config_branch import ORDER
+from grpo_lib.storage.manifests import FIRST_POLICIES
 
 COLUMNS = {
     "reward": ("reward/mean",),
@@ -18,7 +19,7 @@ COLUMNS = {
 """Of the table of iterations: each shows the first of these metrics that there is."""
 AFTER = ("accuracy", "evaluate")
 """Columns and stages that are about the policy that the iteration made, and stand with the next iteration."""
-UNTOLD = ("dataset", "warm_start", "pretrained", "reference_model", "publish")
+UNTOLD = ("dataset", *FIRST_POLICIES, "reference_model", "publish")
 """Stages without a column of seconds: before the first iteration, or beside them all."""
 
 

@@ -5,20 +5,22 @@ import json
 import logging
 import os
 import socket
+import sqlite3
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from grpo_lib.branches import branch_differences
-from grpo_lib.config import RunConfig
 from grpo_lib.errors import TrackingDownError, TrackingError
 from grpo_lib.patience import Patience
 from grpo_lib.run import Run
 from grpo_lib.storage.claims import user_name
-from grpo_lib.tracking.address import SQLITE_URI, public, safe, tracking_uri
+from grpo_lib.tracking.address import SQLITE_URI, Tracked, check_tracking, public, safe, tracking_uri
 from grpo_lib.tracking.notes import commands, note
 
 MAX_PARAM_LENGTH = 6000  # MLflow's limits
@@ -96,8 +98,8 @@ def _make_database(path: Path) -> None:
 class MlflowServer:
     """An MLflow server, or a database file in its place, and how it is called."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, config: Tracked) -> None:
+        self._experiment = config.tracking.experiment
         self.uri = tracking_uri(config)
         self._lock = threading.RLock()
         self._patience = Patience(
@@ -121,7 +123,7 @@ class MlflowServer:
     def experiment_id(self) -> str:
         from mlflow.exceptions import MlflowException
 
-        name = self._config.tracking.experiment
+        name = self._experiment
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return found.experiment_id
@@ -155,7 +157,7 @@ class Tracker(MlflowServer):
     def __init__(self, run: Run) -> None:
         super().__init__(run.config)
         self._run = run
-        self._name, self._place = run.name, run.place
+        self._config, self._name, self._place = run.config, run.name, run.place
         self._base = run.lineage[1] if run.config.branch is not None else None
         self._monitor: Any = None
 
@@ -346,8 +348,8 @@ class Tracker(MlflowServer):
 
     @mlflow_call
     def finish(self, status: str) -> None:
-        """``FINISHED``, ``FAILED`` or ``RUNNING``."""
-        self._client.update_run(self.run_id, status=status)
+        """``FINISHED``, ``FAILED`` or ``KILLED``, now."""
+        self._client.set_terminated(self.run_id, status)
 
 
 def places_in_use(uri: str) -> set[str]:
@@ -373,6 +375,40 @@ def places_in_use(uri: str) -> set[str]:
         raise TrackingError(f"MLflow at {public(uri)} does not say which checkpoints it refers to: {said}") from None
     tagged = {each.tags[CHECKPOINT] for each in [*models, *versions] if CHECKPOINT in each.tags}
     return tagged | {each.source for each in versions}
+
+
+def look_at(uri: str) -> str:
+    """Whether MLflow can be used: a database file can be read, a server lets us in; returns its address.
+
+    Raises:
+        TrackingError: with the remedy.
+    """
+    check_tracking(uri)
+    if uri.startswith(SQLITE_URI):
+        path = Path(uri.removeprefix(SQLITE_URI))
+        if not path.exists():
+            return f"{uri} (made by the first run)"
+        try:
+            with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as database:
+                database.execute("select count(*) from experiments").fetchone()
+        except sqlite3.Error as error:
+            raise TrackingError(
+                f"{path} can't be read as MLflow's database ({error}); end what holds it, or move it away: "
+                "`grpo resume` tells a new one everything"
+            ) from None
+        return uri
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+    try:
+        MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
+    except (MlflowException, OSError) as error:
+        raise TrackingError(
+            f"MLflow at {public(uri)} refused: {str(error)[:300]}. Where it asks for a password, set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        ) from None
+    return public(uri)
 
 
 def all_pages(ask: Callable[[str | None], Any]) -> list[Any]:

@@ -5,13 +5,14 @@
     registry.set_alias("countdown", CHAMPION, version)
     registry.at("countdown", CHAMPION).place
 
-Weights stay in the store. Nothing is deleted: to roll back, give the alias to an earlier version.
+Weights stay in the store. Nothing is deleted. `grpo_lib/retraining` moves the champion, and rolls it back.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lib.tracking.mlflow import CHECKPOINT, MlflowServer, all_pages, mlflow_call
+from grpo_lib.tracking.mlflow import CHECKPOINT, MAX_TAG_LENGTH, MlflowServer, all_pages, mlflow_call
 
 CHAMPION = "champion"
 """Alias of the version that is in use."""
@@ -75,8 +76,26 @@ class Registry(MlflowServer):
         self._client.set_registered_model_alias(name, alias, version)
 
     @mlflow_call
-    def remove_alias(self, name: str, alias: str) -> None:
-        self._client.delete_registered_model_alias(name, alias)
+    def remove_alias(self, name: str, alias: str, version: str | None = None) -> None:
+        """No version goes by that alias any more; with ``version``: unless another has it now."""
+        if version in (None, self.aliases(name).get(alias)):
+            self._client.delete_registered_model_alias(name, alias)
+
+    @mlflow_call
+    def aliases(self, name: str) -> dict[str, str]:
+        """Version by alias; empty: there is no such model, or nothing goes by an alias."""
+        return {alias: str(version) for alias, version in self._aliases(name).items()}
+
+    @mlflow_call
+    def tag(self, name: str, version: str, tags: Mapping[str, str]) -> None:
+        """Sets tags of a version."""
+        for key, value in tags.items():
+            self._client.set_model_version_tag(name, version, key, value[:MAX_TAG_LENGTH])
+
+    @mlflow_call
+    def describe(self, name: str, version: str, text: str) -> None:
+        """Sets the text on a version's page, in Markdown."""
+        self._client.update_model_version(name, version, description=text)
 
     @mlflow_call
     def at(self, name: str, alias: str) -> Registered | None:
@@ -89,6 +108,12 @@ class Registry(MlflowServer):
         """All of a registered model, by version, newest first."""
         found = sorted(self._versions(name), key=lambda each: -int(each.version))
         return {str(each.version): _registered(each) for each in found if CHECKPOINT in each.tags}
+
+    @mlflow_call
+    def tags(self, name: str) -> dict[str, dict[str, str]]:
+        """Tags of all versions, by version, newest first."""
+        found = sorted(self._versions(name), key=lambda each: -int(each.version))
+        return {str(each.version): dict(each.tags) for each in found}
 
     def _make(self, name: str) -> None:
         if self._client.search_registered_models(f"name = '{name}'"):

@@ -57,7 +57,7 @@ class SweepTracker(MlflowServer):
             self._client.set_tag(self.run_id, "grpo.best", best)
         if value is not None:
             self._client.log_metric(self.run_id, f"best/{self._sweep.metric}", value)
-        self._client.update_run(self.run_id, status=status)
+        self._client.set_terminated(self.run_id, status)
 
     def _note(self) -> str:
         return (

@@ -23,6 +23,8 @@ class Services:
     """Running servers, and the folder in which runs start."""
 
     folder: Path
+    log: Path
+    """Of what carries runs out."""
     prefect: str
     mlflow: str
 
@@ -42,6 +44,13 @@ class Services:
     def flow_runs(self, name: str) -> list[dict[str, Any]]:
         """Newest first."""
         return self.ask("/flow_runs/filter", sort="START_TIME_DESC", flow_runs={"name": {"any_": [name]}})
+
+    def until_ended(self, flow_run: str, seconds: float = START_SECONDS) -> None:
+        """Waits until the process of a flow run that failed is gone: Prefect takes a retry before that for a crash."""
+        deadline = time.monotonic() + seconds
+        while f"Process for flow run '{flow_run}' exited" not in self.log.read_text():
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            time.sleep(0.3)
 
     def until_state(self, name: str, state: str, seconds: float = START_SECONDS) -> dict[str, Any]:
         """The flow run of that name, once it is in that state."""
@@ -100,7 +109,7 @@ def services(folder: Path, *settings: str) -> Iterator[Services]:
         for wait in servers:
             wait()
         start("runs", lambda said: "started!" in said)()
-        yield Services(work, urls["prefect"], urls["mlflow"])
+        yield Services(work, folder / "runs.log", urls["prefect"], urls["mlflow"])
 
 
 def _answers(url: str) -> bool:

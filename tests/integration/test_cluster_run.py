@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import boto3
 import httpx
+import psutil
 import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
@@ -41,6 +43,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 
 from tests.cluster_set import ClusterSet, cluster_set
 from tests.compose_files import ROOT
+from tests.flows.letters import retraining, write_model, write_prompts
 from tests.flows.tiny import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -125,6 +128,16 @@ def ended(prefect: SyncPrefectClient, run: FlowRun, state: str = "COMPLETED") ->
     return now
 
 
+def processes_of(run: FlowRun) -> list[psutil.Process]:
+    def its(process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("PREFECT__FLOW_RUN_ID") == str(run.id)
+        except psutil.Error:
+            return False
+
+    return [each for each in psutil.process_iter() if its(each)]
+
+
 def logs(prefect: SyncPrefectClient, run: FlowRun) -> str:
     found = prefect.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])), limit=200)
     return "\n".join(each.message for each in found)
@@ -135,11 +148,14 @@ def runs_of(prefect: SyncPrefectClient, name: str) -> list[FlowRun]:
     return prefect.read_flow_runs(flow_run_filter=wanted)
 
 
+def s3(cluster: ClusterSet) -> Any:
+    keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x"}
+    return boto3.client("s3", endpoint_url=cluster.s3_url, region_name="us-east-1", **keys)
+
+
 def objects(cluster: ClusterSet) -> dict[str, bytes]:
     """Everything in S3, by bucket and key."""
-    client = boto3.client(
-        "s3", endpoint_url=cluster.s3_url, region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x"
-    )
+    client = s3(cluster)
     found = {}
     for bucket in ("grpo", "mlflow"):
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
@@ -248,6 +264,25 @@ def test_an_event_reruns_a_stage_that_it_names(
     assert any(key.endswith("run.json") for key in made), "the branch is there"
 
 
+def test_a_person_approves_a_retraining(cluster: ClusterSet, prefect: SyncPrefectClient, tmp_path: Path) -> None:
+    for name, count, seed in (("inbox/monday.jsonl", 64, 1), ("heldout.jsonl", 32, 9)):
+        s3(cluster).upload_file(str(write_prompts(tmp_path / name, count, seed)), "grpo", name)
+    values = retraining(tmp_path, write_model(tmp_path / "model"))
+    files = {"problem": "files", "train": ["s3://grpo/inbox"], "heldout": ["s3://grpo/heldout.jsonl"]}
+    values["train"] |= {each: config(cluster)[each] for each in ("store", "tracking", "placement")} | {
+        "data": files | {"heldout_prompts": 32, "endpoint_url": cluster.s3_url},
+        "evaluation": {"every": 1, "prompts": 32, "samples": 1, "pass_k": [1]}, "iterations": 1,
+    }  # fmt: skip
+    values |= {"approval": "manual", "first_champion": "always"}
+    run = start(prefect, "retrain", {"config": values})
+    until(lambda: (state := prefect.read_flow_run(run.id).state) and state.is_paused(), RUN_SECONDS)
+    assert query(cluster, "mlflow", "select alias from registered_model_aliases") == ["challenger"]
+    until(lambda: not processes_of(run), RUN_SECONDS)  # Prefect's worker mixes up two of one run
+    prefect.resume_flow_run(run.id, run_input={"promote": True, "by": "a person", "reason": "read the rollouts"})
+    assert ended(prefect, run).state_name == "Promoted"
+    assert query(cluster, "mlflow", "select alias || version from registered_model_aliases") == ["champion1"]
+
+
 def test_prefect_takes_the_work_pool_of_kubernetes(cluster: ClusterSet, prefect: SyncPrefectClient) -> None:
     base = ROOT / "deployments" / "kubernetes" / "base"
     worker = yaml.safe_load((base / "prefect-worker.yaml").read_text())["spec"]["template"]["spec"]
@@ -315,7 +350,8 @@ def echo() -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
-            body = json.dumps({"error_code": "INVALID_PARAMETER_VALUE", "message": str(self.headers)}).encode()
+            refusal = f"{self.headers['Authorization']} is not welcome: {self.headers}"
+            body = json.dumps({"error_code": "INVALID_PARAMETER_VALUE", "message": refusal}).encode()
             self.send_response(200 if self.path == "/health" else 400)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))

@@ -206,6 +206,25 @@ def test_a_machine_with_another_token_is_refused_at_once(running: Set) -> None:
     assert time.monotonic() - began < 60
 
 
+def test_doctor_looks_at_all_of_it_and_says_what_is_wrong(running: Set) -> None:
+    where = [
+        "--store",
+        str(running.place / "store"),
+        "--mlflow",
+        f"http://127.0.0.1:{running.ports['mlflow']}",
+        "--json",
+    ]
+    here = {"PREFECT_API_URL": prefect(running)}
+    done = running.grpo("doctor", *where, env=here)
+    found = {each["check"]: each for each in json.loads(done.stdout)}
+    assert done.returncode == 0 and {each["state"] for each in found.values()} <= {"ok", "warning"}, found
+    assert found["prefect"]["found"].startswith(f"{prefect(running)}, version 3.7.")
+    assert "1 machines, 2 places for workers, 0 are warm" in found["ray"]["found"]
+    done = running.grpo("doctor", *where, env=here | {"RAY_AUTH_TOKEN": "0" * 64})
+    wrong = {each["check"]: each["found"] for each in json.loads(done.stdout) if each["state"] == "wrong"}
+    assert done.returncode == 1 and list(wrong) == ["ray"] and "refuses the token of this machine" in wrong["ray"]
+
+
 def test_killed_servers_are_back_with_what_they_knew(running: Set) -> None:
     ask(f"{prefect(running)}/variables/", name="kept", value="yes")
     experiment = ask(f"{mlflow(running)}/experiments/create", name="kept")["experiment_id"]
