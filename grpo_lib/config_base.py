@@ -55,7 +55,14 @@ def _secret_word(query: str) -> str | None:
     return "password" if "password" in found else min(found, default=None)
 
 
-UrlWithoutSecrets = Annotated[str, AfterValidator(_no_credentials)]
+_WORDS = "|".join(f"[{word[0].upper()}{word[0]}]{word[1:]}" for word in _SECRET_WORDS)
+NO_SECRETS = (
+    r"^(?!https?://\S*@)(?!\S*://[^\s/?#]*:\S*@)"
+    rf"(?!\S*[?&;#](?:[^=&;\s]*(?:[^A-Za-z=&;]|[Aa]pi|[Aa]ccess))?(?:{_WORDS})=)"
+)
+"""The same for forms: Prefect's server keeps what was entered, so it must refuse before a flow looks at it."""
+
+UrlWithoutSecrets = Annotated[str, AfterValidator(_no_credentials), Field(json_schema_extra={"pattern": NO_SECRETS})]
 
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"

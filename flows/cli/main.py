@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.cluster import down, up, worker
+from flows.cli.cluster import down, head, join, up, worker
 from flows.cli.compare import compare
 from flows.cli.deploy import deploy, serve
 from flows.cli.doctor import doctor
@@ -72,6 +72,8 @@ app.command()(serve)
 app.command()(up)
 app.command()(down)
 app.command()(worker)
+app.command()(head)
+app.command()(join)
 app.command()(status)
 app.command()(verify)
 app.command()(gc)

@@ -1,5 +1,6 @@
 """Where MLflow is: a database file beside the store, or a server. Free of MLflow itself."""
 
+import base64
 import io
 import os
 import urllib.error
@@ -74,6 +75,15 @@ def check_tracking(uri: str, timeout: float = 5.0) -> None:
             f"tracking.uri={public(uri)!r} is no MLflow tracking URI; use sqlite:///FILE, http(s)://HOST:PORT, "
             "postgresql://... or leave it out"
         )
+
+
+def safe(text: str) -> str:
+    """What a server says, without the credentials that MLflow's client sends it: some proxies repeat what they got."""
+    user, password, token = (os.environ.get(f"MLFLOW_TRACKING_{each}") for each in ("USERNAME", "PASSWORD", "TOKEN"))
+    basic = base64.b64encode(f"{user}:{password}".encode()).decode() if user and password else None
+    for secret in (password, token, basic):
+        text = text.replace(secret, "***") if secret else text
+    return text
 
 
 def public(uri: str) -> str:

@@ -20,7 +20,7 @@ from grpo_lib.errors import TrackingDownError, TrackingError
 from grpo_lib.patience import Patience
 from grpo_lib.run import Run
 from grpo_lib.storage.claims import user_name
-from grpo_lib.tracking.address import SQLITE_URI, Tracked, check_tracking, public, tracking_uri
+from grpo_lib.tracking.address import SQLITE_URI, Tracked, check_tracking, public, safe, tracking_uri
 from grpo_lib.tracking.notes import commands, note
 
 MAX_PARAM_LENGTH = 6000  # MLflow's limits
@@ -53,10 +53,11 @@ def mlflow_call(method: Method) -> Method:
                 return method(self, *args, **kwargs)
             except (MlflowException, OSError) as error:
                 down = _may_pass(error)
+                what = "does not answer" if down else "refused"
                 raise (TrackingDownError if down else TrackingError)(
-                    f"MLflow at {public(self.uri)} {'does not answer' if down else 'refused'}: {str(error)[:500]}. "
+                    f"MLflow at {public(self.uri)} {what}: {safe(str(error))[:500]}. "
                     "Training data is safe in the store; `grpo resume` logs what is missing"
-                ) from error
+                ) from None  # its text may repeat the password
 
         with self._lock:
             return self._patience.call(once)
@@ -370,7 +371,8 @@ def places_in_use(uri: str) -> set[str]:
         models = all_pages(lambda token: client.search_logged_models(ids, page_token=token))
         versions = all_pages(lambda token: client.search_model_versions(page_token=token))
     except (MlflowException, OSError) as error:
-        raise TrackingError(f"MLflow at {public(uri)} does not say which checkpoints it refers to: {error}") from error
+        said = safe(str(error))[:500]
+        raise TrackingError(f"MLflow at {public(uri)} does not say which checkpoints it refers to: {said}") from None
     tagged = {each.tags[CHECKPOINT] for each in [*models, *versions] if CHECKPOINT in each.tags}
     return tagged | {each.source for each in versions}
 
