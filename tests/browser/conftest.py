@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.browser.chromium import chromium
 from tests.browser.services import Services, services
+from tests.programs import chromium, missing
 
 SCREENSHOTS = "GRPO_SCREENSHOTS"
 """Names a folder for pictures of the pages; `make screenshots` sets it, and has the runs learn something to look at."""
@@ -38,8 +38,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
 def browser() -> Iterator[Browser]:
     path = chromium()
     if path is None:
-        message = "no Chromium: `python tests/browser/chromium.py` installs one"
-        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+        missing("Chromium")
     with sync_playwright() as playwright:
         made = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield made
