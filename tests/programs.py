@@ -1,4 +1,4 @@
-"""Programs that tests need and pip can't install: Chromium and PostgreSQL. ``python tests/programs.py`` installs them."""
+"""Programs for tests that pip can't install, Chromium and PostgreSQL: ``python tests/programs.py`` installs them."""
 
 import os
 import shutil
