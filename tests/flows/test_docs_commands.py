@@ -18,7 +18,7 @@ from typer.main import get_command
 from flows.cli.main import app
 from grpo_lib.config import RunConfig, Section
 from grpo_lib.config_data import DATA_SECTIONS
-from grpo_lib.config_files import load_config
+from grpo_lib.config_files import load_config, load_retrain_config
 from grpo_lib.errors import ConfigError
 from grpo_lib.tracking.metrics import DESCRIPTIONS
 from tests.docs_blocks import LANGUAGES, PAGES, ROOT, blocks, filled, grpo_lines, prose
@@ -164,7 +164,9 @@ def check_call(words: list[str], place: str, whole: bool) -> None:
         pytest.fail(f"{place}: {error.format_message()}")
     file = given.get("config") or ""
     settings = list(given.get("overrides") or [])
-    load_config(ROOT / file if (ROOT / file).is_file() else CONFIGS / "demo.yaml", settings)
+    retraining = command.name in ("retrain", "watch")
+    load, usual = (load_retrain_config, "retrain.yaml") if retraining else (load_config, "demo.yaml")
+    load(ROOT / file if (ROOT / file).is_file() else CONFIGS / usual, settings)
 
 
 @pytest.mark.parametrize(
