@@ -27,13 +27,14 @@ from pydantic import BaseModel
 from flows.report import artifact_key
 from flows.train import train
 from grpo_lib.config import RunConfig
+from grpo_lib.config_files import make_config
 from grpo_lib.errors import ConfigError, RunError
 from grpo_lib.parent import end_with_parent
 from grpo_lib.preflight import check_surroundings
 from grpo_lib.progress import progress
-from grpo_lib.run import Run, stored_json
+from grpo_lib.run import Run, differences, stored_json
 from grpo_lib.storage.paths import sweep_file, trial_file
-from grpo_lib.sweeps import Curve, SweepConfig, Trial, is_hopeless, shown, trials
+from grpo_lib.sweeps import Curve, SweepConfig, Trial, is_hopeless, preflight_of, shown, trials
 from grpo_lib.tracking.chart import charts, data_uri
 from grpo_lib.tracking.compare import WINDOW, results_of
 from grpo_lib.tracking.mlflow import tracker_for
@@ -50,6 +51,9 @@ CURVES = {
     "greedy_accuracy": ("evaluate", "greedy_accuracy"),
     "reward": ("reward", "mean"),
 }
+
+_processes: set["subprocess.Popen[bytes]"] = set()
+"""Runs that go on."""
 
 Outcome = Literal["done", "stopped", "failed"]
 
@@ -95,9 +99,10 @@ def sweep(config: RunConfig, sweep: SweepConfig) -> SweepReport:
         sweep: What they differ in, and what is best.
     """
     asked = trials(config, sweep)
-    check_surroundings(asked[0].config)
+    for each in preflight_of(asked):
+        check_surroundings(each)
     objects = Run(asked[0].config).objects
-    _open(sweep, asked)
+    _open(config, sweep, asked)
     tracker = SweepTracker(config, sweep, objects.uri)
     tracker.begin()
     try:
@@ -125,19 +130,25 @@ def sweep(config: RunConfig, sweep: SweepConfig) -> SweepReport:
     return result
 
 
-def _open(sweep: SweepConfig, asked: list[Trial]) -> None:
+def _open(config: RunConfig, sweep: SweepConfig, asked: list[Trial]) -> None:
     """Writes down what was asked for.
 
     Raises:
-        ConfigError: a sweep of that name has other runs.
+        ConfigError: a sweep of that name is another one.
     """
     objects = Run(asked[0].config).objects
-    runs = {each.name: each.settings for each in asked}
+    runs = json.loads(json.dumps({each.name: each.settings for each in asked}))
+    plan = {"runs": runs, "metric": sweep.metric, "config": config.model_dump(mode="json")}
     path = sweep_file(sweep.name)
-    if objects.create(path, json.dumps({"runs": runs}, indent=1).encode()):
+    if objects.create(path, json.dumps(plan, indent=1).encode()):
         return
-    if stored_json(objects, path)["runs"] != json.loads(json.dumps(runs)):
-        raise ConfigError(f"sweep {sweep.name!r} exists with other settings; give this one another name")
+    there = stored_json(objects, path)
+    different = differences(make_config(there["config"]), config)
+    different += [f"{name}: {there[name]} -> {plan[name]}" for name in ("metric", "runs") if there[name] != plan[name]]
+    if different:
+        raise ConfigError(
+            f"sweep {sweep.name!r} exists with other settings ({'; '.join(different)[:1000]}); give this one another name"
+        )
 
 
 def _every(asked: list[Trial], sweep: SweepConfig) -> list[TrialReport]:
@@ -154,8 +165,10 @@ def _every(asked: list[Trial], sweep: SweepConfig) -> list[TrialReport]:
                 reports.append(future.result())
                 done += 1
                 progress().stage_advanced("runs", None, done, len(asked), 0)
-        except BaseException:
+        except BaseException:  # cancelled or interrupted: runs that go on are stopped, and can be resumed
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_processes):
+                process.terminate()
             raise
     return reports
 
@@ -191,11 +204,14 @@ def _train(asked: Trial, sweep: SweepConfig, names: list[str]) -> tuple[Outcome,
         env=os.environ | get_current_settings().to_environment_variables(exclude_unset=True),
         preexec_fn=partial(end_with_parent, signal.SIGTERM),
     )  # fmt: skip
+    _processes.add(process)
     try:
         reason = _watch(process, asked, sweep, names)
     except BaseException:
         _stop(process)
         raise
+    finally:
+        _processes.discard(process)
     if reason is not None:
         _stop(process)
         with get_client(sync_client=True) as client:

@@ -114,10 +114,6 @@ def trials(base: RunConfig, sweep: SweepConfig) -> list[Trial]:
     Raises:
         ConfigError: a setting that can't be, or a metric that is not measured.
     """
-    if sweep.metric == "sampled_accuracy" and not base.evaluation.samples:
-        raise ConfigError("metric=sampled_accuracy, but evaluation.samples=0: set that, or metric=greedy_accuracy")
-    if sweep.metric == "greedy_accuracy" and not base.evaluation.greedy:
-        raise ConfigError("metric=greedy_accuracy, but evaluation.greedy=false: set that, or metric=sampled_accuracy")
     source = random.Random(sweep.seed)
     asked: list[dict[str, Any]] = []
     for values in itertools.product(*sweep.grid.values()):
@@ -139,7 +135,27 @@ def _trial(base: RunConfig, sweep: SweepConfig, name: str, settings: dict[str, A
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     overrides += [f"name={json.dumps(name)}", f"tracking.sweep={json.dumps(sweep.name)}"]
     config = make_config(values, overrides, origin=f"run {name} ({shown(settings)})")
+    _check_metric(config, sweep.metric)
     return Trial(name=name, settings=settings, config=config)
+
+
+def _check_metric(config: RunConfig, metric: Metric) -> None:
+    judged = config.evaluation
+    if metric == "sampled_accuracy" and not judged.samples:
+        raise ConfigError(f"run {config.name}: metric={metric}, but evaluation.samples=0: set that, or another metric")
+    if metric == "greedy_accuracy" and not judged.greedy:
+        raise ConfigError(
+            f"run {config.name}: metric={metric}, but evaluation.greedy=false: set that, or another metric"
+        )
+
+
+def preflight_of(asked: Sequence[Trial]) -> list[RunConfig]:
+    """One configuration of each kind that what is around a run (models, files, rewards, services) depends on."""
+    kinds: dict[str, RunConfig] = {}
+    for each in asked:
+        values = each.config.model_dump(mode="json", exclude={"name", "seed", "iterations", "algorithm", "trainer"})
+        kinds.setdefault(json.dumps(values, sort_keys=True), each.config)
+    return list(kinds.values())
 
 
 def shown(settings: Mapping[str, Any]) -> str:

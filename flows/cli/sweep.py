@@ -47,7 +47,7 @@ def sweep(
     from grpo_lib.config_files import load_config, validated
     from grpo_lib.patience import impatient
     from grpo_lib.preflight import check_surroundings
-    from grpo_lib.sweeps import SweepConfig, trials
+    from grpo_lib.sweeps import SweepConfig, preflight_of, trials
 
     asked = {
         "name": name, "grid": dict(_pair("--grid", each) for each in grid or []),
@@ -56,7 +56,8 @@ def sweep(
     }  # fmt: skip
     base, plan = load_config(config, overrides or []), validated(SweepConfig, asked, "sweep")
     with impatient():
-        check_surroundings(trials(base, plan)[0].config)
+        for each in preflight_of(trials(base, plan)):
+            check_surroundings(each)
         check_prefect()
     with prefect_session(as_json) as wait_for_server:
         from flows.sweep import sweep as sweep_flow

@@ -80,7 +80,7 @@ def test_a_sweep_stops_the_hopeless_makes_the_killed_again_and_names_the_best(
     killer = kill_once(tmp_path / "store" / "runs" / "lengths-01")
     with pytest.raises(
         RunError,
-        match="the first, lengths-01, with: its process was killed by signal 9",
+        match=r"the first, lengths-01, with: its process was killed by signal 9",
     ):
         sweep(base, plan)
     killer.join()
@@ -117,5 +117,9 @@ def test_a_sweep_stops_the_hopeless_makes_the_killed_again_and_names_the_best(
     assert parent.data.metrics["best/reward"] == done[0].value
     assert json.loads(parent.data.params["sweep.grid.rollout.max_new_tokens"]) == [12, 11, 10, 9, 1]
 
-    with pytest.raises(ConfigError, match="sweep 'lengths' exists with other settings; give this one another name"):
+    with pytest.raises(ConfigError, match=r"sweep 'lengths' exists with other settings .runs: "):
         sweep(base, plan.model_copy(update={"grid": {"rollout.max_new_tokens": [12, 8]}}))
+    with pytest.raises(ConfigError, match=r"exists with other settings .trainer.epochs: 1 -> 2"):
+        sweep(make_config(base.model_dump(mode="json"), ["trainer.epochs=2"]), plan)
+    with pytest.raises(ConfigError, match=r"exists with other settings .metric: reward -> greedy_accuracy"):
+        sweep(base, plan.model_copy(update={"metric": "greedy_accuracy"}))

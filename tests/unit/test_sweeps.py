@@ -90,7 +90,7 @@ def test_every_run_is_checked_before_the_first_starts() -> None:
     with pytest.raises(ConfigError, match=r"rollout.sample: no such setting; did you mean rollout.samples"):
         trials(BASE, plan(grid={"rollout.sample": [2]}))
     greedy = make_config(TINY, ["evaluation.samples=0", "evaluation.pass_k=[]"])
-    with pytest.raises(ConfigError, match=r"metric=sampled_accuracy, but evaluation.samples=0"):
+    with pytest.raises(ConfigError, match=r"run s-0[01]: metric=sampled_accuracy, but evaluation.samples=0"):
         trials(greedy, plan(grid={"seed": [1]}))
 
 
