@@ -147,7 +147,8 @@ def _open(config: RunConfig, sweep: SweepConfig, asked: list[Trial]) -> None:
     different += [f"{name}: {there[name]} -> {plan[name]}" for name in ("metric", "runs") if there[name] != plan[name]]
     if different:
         raise ConfigError(
-            f"sweep {sweep.name!r} exists with other settings ({'; '.join(different)[:1000]}); give this one another name"
+            f"sweep {sweep.name!r} exists with other settings ({'; '.join(different)[:1000]}); give this one another "
+            "name"
         )
 
 

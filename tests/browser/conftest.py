@@ -12,6 +12,7 @@ from tests.programs import chromium, missing
 
 SCREENSHOTS = "GRPO_SCREENSHOTS"
 """Names a folder for pictures of the pages; `make screenshots` sets it, and has the runs learn something to look at."""
+ROOT = Path(__file__).parents[2]
 SIZE = {"width": 1400, "height": 900}
 SECONDS = 60_000
 
@@ -20,10 +21,13 @@ TINY = (
     "warm_start={steps: 3, warmup_steps: 1, batch_size: 4, demonstrations: 16}",
     "model.small={hidden_size: 32, layers: 1, heads: 2, kv_heads: 2, mlp_size: 32}",
     "rollout={prompts: 4, samples: 2, max_prompt_tokens: 24, max_new_tokens: 12}", "trainer.optimizer.warmup_steps=0",
-    "evaluation={every: 3, prompts: 8, samples: 2}", "checkpoint.every=3", "tracking.registered_model=countdown",
+    "evaluation={every: 3, prompts: 8, samples: 2}", "checkpoint.every=3", "tracking.registered_model=shown",
     "tracking.system_seconds=1",
 )  # fmt: skip
-SHOWN = ("iterations=40", "evaluation.every=10", "evaluation.prompts=256", "tracking.registered_model=countdown")
+SHOWN = (
+    str(ROOT / "deployments/configs/expressions.yaml"), "iterations=40", "evaluation.every=10", "checkpoint.every=20",
+    "evaluation.prompts=256", "tracking.registered_model=shown",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
