@@ -110,7 +110,7 @@ def sweep(config: RunConfig, sweep: SweepConfig) -> SweepReport:
     except BaseException:
         tracker.end([], None, None, "FAILED")
         raise
-    reports = sorted(reports, key=lambda each: (each.outcome != "done", -(each.value or 0.0)))
+    reports = sorted(reports, key=lambda each: (each.outcome != "done", each.value is None, -(each.value or 0.0)))
     best = next((each for each in reports if each.outcome == "done" and each.value is not None), None)
     result = SweepReport(
         sweep=sweep.name, metric=sweep.metric, store=objects.uri, mlflow_uri=tracker.uri, runs=reports,
@@ -138,13 +138,15 @@ def _open(config: RunConfig, sweep: SweepConfig, asked: list[Trial]) -> None:
     """
     objects = Run(asked[0].config).objects
     runs = json.loads(json.dumps({each.name: each.settings for each in asked}))
-    plan = {"runs": runs, "metric": sweep.metric, "config": config.model_dump(mode="json")}
+    plan = {"runs": runs, "metric": sweep.metric, "iterations": config.iterations}
+    names = list(plan)
+    plan["config"] = config.model_dump(mode="json")
     path = sweep_file(sweep.name)
     if objects.create(path, json.dumps(plan, indent=1).encode()):
         return
     there = stored_json(objects, path)
     different = differences(make_config(there["config"]), config)
-    different += [f"{name}: {there[name]} -> {plan[name]}" for name in ("metric", "runs") if there[name] != plan[name]]
+    different += [f"{name}: {there[name]} -> {plan[name]}" for name in names if there[name] != plan[name]]
     if different:
         raise ConfigError(
             f"sweep {sweep.name!r} exists with other settings ({'; '.join(different)[:1000]}); give this one another "

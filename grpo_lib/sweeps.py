@@ -153,7 +153,7 @@ def preflight_of(asked: Sequence[Trial]) -> list[RunConfig]:
     """One configuration of each kind that what is around a run (models, files, rewards, services) depends on."""
     kinds: dict[str, RunConfig] = {}
     for each in asked:
-        values = each.config.model_dump(mode="json", exclude={"name", "seed", "iterations", "algorithm", "trainer"})
+        values = each.config.model_dump(mode="json", exclude={"name", "seed", "iterations"})
         kinds.setdefault(json.dumps(values, sort_keys=True), each.config)
     return list(kinds.values())
 

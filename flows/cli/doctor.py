@@ -69,6 +69,7 @@ def examine(name: str, check: Callable[[], str]) -> dict[str, Any]:
     from flows.cli.doctor_checks import Doubt
     from grpo_lib.errors import GrpoError
     from grpo_lib.patience import impatient
+    from grpo_lib.tracking.address import safe
 
     began = time.perf_counter()
     try:
@@ -76,8 +77,10 @@ def examine(name: str, check: Callable[[], str]) -> dict[str, Any]:
             state, text = "ok", check()
     except Doubt as doubt:
         state, text = "warning", str(doubt)
-    except (GrpoError, OSError, RuntimeError) as error:
+    except GrpoError as error:
         state, text = "wrong", str(error)
+    except Exception as error:  # of whatever library: one check must not end the others
+        state, text = "wrong", f"{type(error).__name__}: {safe(str(error))[:500]}"
     return {"check": name, "state": state, "found": text, "seconds": round(time.perf_counter() - began, 2)}
 
 

@@ -405,7 +405,7 @@ def look_at(uri: str) -> str:
         MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
     except (MlflowException, OSError) as error:
         raise TrackingError(
-            f"MLflow at {public(uri)} refused: {str(error)[:300]}. Where it asks for a password, set "
+            f"MLflow at {public(uri)} refused: {safe(str(error))[:300]}. Where it asks for a password, set "
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         ) from None
     return public(uri)
