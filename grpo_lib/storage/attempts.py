@@ -175,7 +175,7 @@ class Attempt:
             seconds=time.perf_counter() - self._started if seconds is None else seconds,
             host=socket.gethostname(),
             code_version=_code_version(),
-            packages=package_versions(),
+            packages=_packages(),
             adopted_from=None,
         ).sealed()
 
@@ -227,8 +227,7 @@ def _code_version() -> str:
 
 
 @cache
-def package_versions() -> dict[str, str]:
-    """Of what may change what comes out; a package that is not installed is left out."""
+def _packages() -> dict[str, str]:
     found = {}
     for name in RECORDED_PACKAGES:
         try:
