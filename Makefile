@@ -8,16 +8,17 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 WORKERS ?= 2
 SEEDS ?= 200
 
-.PHONY: help demo demo-seeds test chaos check bench docs clean
+.PHONY: help demo demo-seeds test screenshots chaos check bench docs clean
 
 help:
 	@echo "make demo        train a small model on Countdown: environment, warm start, GRPO, evaluation"
 	@echo "make demo-seeds  the demo with three seeds, as a table"
 	@echo "make test        all tests"
+	@echo "make screenshots the pictures of docs/images, from real runs in real pages"
 	@echo "make chaos       SEEDS=200 runs in which something is killed or fails, as a table; SEED=17: that one again"
-	@echo "make check       ruff, mypy, import rules"
+	@echo "make check       ruff, mypy, import rules, documentation without warnings"
 	@echo "make bench       benchmarks (ratios measured side by side)"
-	@echo "make docs        build the documentation"
+	@echo "make docs        write the generated pages, build the documentation into site/"
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,7 +33,12 @@ demo-seeds: $(READY)
 	$(BIN)/python tests/benchmarks/demo_seeds.py
 
 test: $(READY)
+	$(BIN)/python tests/programs.py
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+
+screenshots: $(READY)
+	$(BIN)/python tests/programs.py
+	GRPO_SCREENSHOTS=docs/images $(BIN)/pytest -q tests/browser
 
 chaos: $(READY)
 	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
@@ -42,12 +48,13 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --strict --quiet
 
 bench: $(READY)
 	$(BIN)/python tests/benchmarks/run.py
 
 docs: $(READY)
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -q -e '.[docs]'
+	$(BIN)/python docs/generate.py
 	$(BIN)/mkdocs build --strict
 
 clean:

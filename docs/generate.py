@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic_core import PydanticUndefined
+from typer.main import get_command
 
+from flows.cli.main import app
 from grpo_lib.catalogue import choices, listings, type_text
 from grpo_lib.config import RunConfig, Section
 from grpo_lib.config_algorithm import PRESETS
 from grpo_lib.config_data import DATA_SECTIONS
+from grpo_lib.config_retrain import PromotionConfig, RetrainConfig
 from grpo_lib.tracking.metrics import DESCRIPTIONS
 
 HERE = Path(__file__).parent
@@ -16,8 +19,9 @@ HERE = Path(__file__).parent
 
 def configuration() -> str:
     """Every setting with type, default, bounds and meaning."""
-    lines = ["# Configuration", "", "Generated from `grpo_lib/config.py`. Unknown keys are refused.", ""]
-    for section, title in _sections(RunConfig, ""):
+    lines = ["# Configuration", "", "Generated from `grpo_lib/config*.py`. Unknown keys are refused.", ""]
+    retraining = [(RetrainConfig, "A retraining"), (PromotionConfig, "promotion, of a retraining")]
+    for section, title in [*_sections(RunConfig, ""), *retraining]:
         lines += [f"## {title or 'The run'}", "", (section.__doc__ or "").strip(), ""]
         lines += ["| setting | default | values | meaning |", "|---|---|---|---|"]
         for name, field in section.model_fields.items():
@@ -96,7 +100,7 @@ ABOUT = {
     "grouping": "From columns of the prompts to group ids.",
     "filters": "Run in order; while too few prompts are left, more are drawn (`rollout.max_gen_batches`).",
     "rollout.sampler": "Curricula: classes that weigh prompts by what the run has learned of them; see "
-    "[rewards](rewards.md#which-prompts-come-next).",
+    "[data](data.md#which-prompts-come-next).",
     "reward.functions": "Options go into `kwargs`; see [rewards](rewards.md).",
     "metrics": "More numbers of an iteration, logged as `advantage/metric/<name>`.",
 }
@@ -113,7 +117,46 @@ def _correction(settings: dict[str, Any]) -> str:
     return ", ".join(parts) or "none, the mismatch is measured"
 
 
-PAGES = {"configuration.md": configuration, "metrics.md": metrics, "algorithms.md": algorithms}
+def cli() -> str:
+    """Every command with its arguments and options."""
+    root = get_command(app)
+    lines = ["# Commands", "", "Generated from `flows/cli`; `grpo COMMAND --help` prints the same.", ""]
+    lines += [str(root.epilog), ""]
+    for name, command in _commands(root, "grpo"):
+        shown = [each for each in command.params if not each.hidden]
+        arguments = [each for each in shown if each.param_type_name == "argument"]
+        usage = " ".join([name, *map(_argument, arguments), *(["[OPTIONS]"] if len(shown) > len(arguments) else [])])
+        lines += [f"## {name}", "", f"    {usage}", "", str(command.help).strip(), ""]
+        lines += ["| argument or option | default | meaning |", "|---|---|---|"]
+        for each in shown:
+            title = _argument(each) if each in arguments else ", ".join([*each.opts, *each.secondary_opts])
+            meaning = (each.help or "").replace("|", "\\|") + (f" Environment: `{each.envvar}`." if each.envvar else "")
+            lines.append(f"| `{title}` | {_default(each)} | {meaning} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _commands(command: Any, path: str) -> list[tuple[str, Any]]:
+    """Commands that can be run, by their full names; those of a group after it."""
+    if not hasattr(command, "commands"):
+        return [(path, command)]
+    return [found for name, child in command.commands.items() for found in _commands(child, f"{path} {name}")]
+
+
+def _argument(argument: Any) -> str:
+    name = argument.metavar or argument.name.upper()
+    many = "..." if argument.nargs == -1 else ""
+    return f"{name}{many}" if argument.required else f"[{name}]{many}"
+
+
+def _default(parameter: Any) -> str:
+    if parameter.required:
+        return "required"
+    given = parameter.default not in (None, False)
+    return f"`{parameter.default}`" if given else ""
+
+
+PAGES = {"configuration.md": configuration, "metrics.md": metrics, "algorithms.md": algorithms, "cli.md": cli}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

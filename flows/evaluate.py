@@ -1,22 +1,46 @@
 """Held-out accuracy of a policy of a run, with other evaluation settings if wanted."""
 
+from typing import Annotated
+
 from prefect import flow
+from pydantic import Field
 
 from flows.batches import evaluation
-from grpo_lib.config import RunConfig
+from grpo_lib.config import RunConfig, StoreConfig
+from grpo_lib.config_base import RunName
 from grpo_lib.errors import ConfigError, NotFoundError
 from grpo_lib.placement.clusters import attach, stop_clusters
 from grpo_lib.placement.devices import use_threads
 from grpo_lib.placement.local import end_processes
 from grpo_lib.preflight import check_agent, data_digests
-from grpo_lib.run import Run
-from grpo_lib.storage.manifests import Manifest, latest
+from grpo_lib.run import Run, load_run
+from grpo_lib.storage.manifests import FIRST_POLICIES, Manifest, latest
 from tasks.dataset import dataset
 
 
-@flow(name="evaluate")
-def evaluate(config: RunConfig, version: int | None = None) -> dict[str, float]:
-    """Evaluates policy ``version`` (updates done; default the last) of the run that ``config`` names."""
+def flow_run_name() -> str:
+    from prefect.runtime import flow_run
+
+    values = flow_run.get_parameters()
+    return f"evaluate {values['run']} {'last' if values['version'] is None else values['version']}"
+
+
+@flow(name="evaluate", flow_run_name=flow_run_name)
+def evaluate(
+    run: RunName,
+    version: Annotated[int, Field(ge=0)] | None = None,
+    settings: list[str] | None = None,
+    store: StoreConfig = StoreConfig(),
+) -> dict[str, float]:
+    """Held-out accuracy of a policy of a run.
+
+    Args:
+        run: Name of the run.
+        version: Policy after so many updates; left out, the last.
+        settings: Settings of the evaluation that differ from the run's, as key=value, e.g. evaluation.samples=8.
+        store: The store that holds the run.
+    """
+    config = load_run(store, run, settings or []).config
     try:
         return run_evaluation(config, version)
     except BaseException as error:
@@ -53,7 +77,7 @@ def policy_of(run: Run, version: int | None) -> Manifest:
         NotFoundError: there is none.
     """
     manifests = run.stages.manifests()
-    policies = [policy for stage in ("warm_start", "pretrained", "update") for policy in latest(manifests, stage)]
+    policies = [policy for stage in (*FIRST_POLICIES, "update") for policy in latest(manifests, stage)]
     if not policies:
         raise NotFoundError(f"run {run.name!r} has no policy yet; `grpo resume {run.name}` goes on with it")
     if version is None:

@@ -1,5 +1,6 @@
 """The end of a run: before and after, a picture, and where to look."""
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -64,8 +65,19 @@ def report(run: Run) -> RunReport:
         mlflow_run=tracker.run_id,
     )
     tracker.finish("FINISHED")
-    create_markdown_artifact(key="run-report", markdown=as_markdown(result), description=f"Run {run.name}")
+    create_markdown_artifact(
+        key=artifact_key(run.name, "report"), markdown=as_markdown(result), description=f"Run {run.name}"
+    )
     return result
+
+
+def artifact_key(run: str, name: str) -> str:
+    """Of Prefect's artifact ``name`` of a run: lower-case letters, digits and dashes.
+
+    >>> artifact_key("Demo_s0.v2", "curves")
+    'demo-s0-v2-curves'
+    """
+    return re.sub("[^a-z0-9]+", "-", run.lower()).strip("-") + f"-{name}"
 
 
 def as_markdown(result: RunReport) -> str:

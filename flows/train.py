@@ -10,6 +10,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.batches import Batch, Batches, drop_done, evaluation, hand_over, is_evaluated, results
 from flows.fork import go_on_from_base
+from flows.live import live_page, show_on_page
 from flows.report import RunReport, report
 from grpo_lib.config import RunConfig
 from grpo_lib.generation.agents import agent_digests
@@ -23,6 +24,7 @@ from grpo_lib.progress import progress
 from grpo_lib.recipe import extra_stages, plugin_digests
 from grpo_lib.rewards.judges import reward_digests
 from grpo_lib.run import Run, open_run
+from grpo_lib.start import checkpoint_to_start_from
 from grpo_lib.storage.lease import held_by_another, holding
 from grpo_lib.storage.stages import ArtifactRef
 from grpo_lib.tracking.address import tracking_uri
@@ -31,8 +33,8 @@ from tasks.advantage import advantage
 from tasks.dataset import dataset
 from tasks.futures import StageFuture, forget_results
 from tasks.logprobs import old_logprobs, ref_logprobs, values
-from tasks.policy import pretrained, warm_start
-from tasks.publish import publish
+from tasks.policy import inherited, pretrained, warm_start
+from tasks.publish import publish, published_elsewhere
 from tasks.reference import reference, reference_model
 from tasks.reward import greedy_reward
 from tasks.rollout import greedy_rollout
@@ -92,7 +94,7 @@ def run_training(config: RunConfig) -> RunReport:
     check_surroundings(config)
     use_threads(config.placement.threads)
     run = Run(config)
-    with holding(run) as lease, mended(run):
+    with holding(run) as lease, mended(run), live_page(run):
         attach(config, lease.epoch)
         data = dataset(run, None, external=data_digests(config))
         open_run(config)
@@ -144,7 +146,9 @@ def milestones(run: Run, done: int, data: ArtifactRef, policy: ArtifactRef) -> P
 
 
 def first_policy(run: Run, data: ArtifactRef) -> ArtifactRef:
-    """The policy that the run starts from: made on the spot, or pretrained."""
+    """The policy that the run starts from: another run's, made on the spot, or pretrained."""
+    if run.config.model.start is not None:
+        return inherited(run, None, checkpoint_to_start_from(run.config).to_ref(reused=True))
     if run.config.model.path is None:
         return warm_start(run, None, data)
     return pretrained(run, None, external=model_digests(run.config.model.path))
@@ -211,5 +215,6 @@ def carries_coefficient(run: Run, k: int) -> bool:
 
 
 def announce(run: Run, iteration: int | None, stages: list[ArtifactRef]) -> StageFuture:
-    """Tells MLflow; to which MLflow is part of the key, so that a new one is told everything."""
-    return publish.submit(run, iteration, stages, external={"tracking": tracking_uri(run.config)})
+    """Tells MLflow, then Prefect's page; to which MLflow is part of the key, so that a new one is told everything."""
+    where = {"tracking": tracking_uri(run.config)} | published_elsewhere(run.config, stages)
+    return show_on_page(publish.submit(run, iteration, stages, external=where))

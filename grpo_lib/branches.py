@@ -12,7 +12,7 @@ from grpo_lib.run import Run
 from grpo_lib.storage.explain import Difference, setting_differences
 
 FIXED = (
-    "data.", "model.path", "model.small.", "model.prompt_format", "model.system_prompt", "warm_start",
+    "data.", "model.path", "model.start", "model.small.", "model.prompt_format", "model.system_prompt", "warm_start",
     "reference.path", "rollout.max_prompt_tokens", "rollout.long_prompts",
 )  # fmt: skip
 """Read once, before the first iteration: a branch that changed one would be no branch of this run."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from grpo_lib.config_algorithm import AlgorithmConfig
-from grpo_lib.config_base import Section, UrlWithoutSecrets
+from grpo_lib.config_base import RUN_NAME, Section, UrlWithoutSecrets
 from grpo_lib.config_branch import BranchConfig
 from grpo_lib.config_data import DataConfig
 from grpo_lib.config_placement import PipelineConfig, PlacementConfig
@@ -55,6 +55,13 @@ class SmallModelConfig(Section):
         return self
 
 
+class StartConfig(Section):
+    """A policy of another run of the same store, to start from."""
+
+    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="Name of the run.")
+    version: int = Field(ge=1, description="Policy after so many updates; it must have a checkpoint.")
+
+
 class ModelConfig(Section):
     """The policy to start from: a pretrained model, or a small one made on the spot by the warm start."""
 
@@ -62,6 +69,9 @@ class ModelConfig(Section):
         None,
         min_length=1,
         description="Folder or hub name of a pretrained model; null makes the `small` one and warm-starts it.",
+    )
+    start: StartConfig | None = Field(
+        None, description="Weights of another run's policy; `path` (null: the small model) says the tokenizer."
     )
     small: SmallModelConfig = SmallModelConfig()
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights in forward and backward passes.")
@@ -241,13 +251,27 @@ class CheckpointConfig(Section):
 
 
 class TrackingConfig(Section):
-    """MLflow."""
+    """MLflow, and the pages of Prefect."""
 
     uri: UrlWithoutSecrets | None = Field(
         None, description="Tracking URI; null: SQLite beside the store (or ./mlflow.db for S3)."
     )
     experiment: str = Field("grpo", min_length=1, description="Name of the MLflow experiment.")
-    rollout_samples: int = Field(8, ge=0, description="Rollouts an evaluation shown in MLflow's table.")
+    rollout_samples: int = Field(64, ge=0, description="Rows of an evaluation in MLflow's table.")
+    page_seconds: float = Field(
+        10, ge=1, description="So often at most, and at the end, Prefect's page of the run is brought up to date."
+    )
+    system_seconds: float | None = Field(
+        10, ge=1, description="Seconds between samples of CPU, memory, disk, network and GPUs in MLflow; null: none."
+    )
+    registered_model: str | None = Field(
+        None,
+        pattern=RUN_NAME,
+        description="MLflow's registered model that gets a version for each checkpoint; null: none.",
+    )
+    sweep: str | None = Field(
+        None, pattern=RUN_NAME, description="The sweep whose run in MLflow is this one's parent; `grpo sweep` sets it."
+    )
     patience_seconds: float = Field(
         120, ge=0, description="So long an MLflow server that is away is asked again; a refusal fails at once."
     )
@@ -258,7 +282,7 @@ class RunConfig(Section):
 
     name: str | None = Field(
         None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        pattern=RUN_NAME,
         description="Name of the run; null: the problem and a digest of the configuration.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Every random number of the run comes from it.")
@@ -293,7 +317,12 @@ class RunConfig(Section):
         rollout, trainer, optimizer = self.rollout, self.trainer, self.trainer.optimizer
         if self.branch is not None and self.name in (None, self.branch.run):
             raise ValueError(f"a branch of run {self.branch.run!r} needs a name of its own: set name")
-        if self.model.path is None and self.warm_start is None:
+        if self.model.start is not None and self.warm_start is not None:
+            raise ValueError(
+                f"model.start={self.model.start.run!r} and warm_start exclude each other: the policy is there already; "
+                "set warm_start=null"
+            )
+        if self.model.path is None and self.warm_start is None and self.model.start is None:
             raise ValueError("model.path is null and there is no warm_start: name a model, or add `warm_start: {}`")
         if self.model.path is not None and self.warm_start is not None:
             raise ValueError(

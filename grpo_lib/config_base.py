@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from grpo_lib.urls import without_secrets
 
@@ -55,7 +55,19 @@ def _secret_word(query: str) -> str | None:
     return "password" if "password" in found else min(found, default=None)
 
 
-UrlWithoutSecrets = Annotated[str, AfterValidator(_no_credentials)]
+_WORDS = "|".join(f"[{word[0].upper()}{word[0]}]{word[1:]}" for word in _SECRET_WORDS)
+NO_SECRETS = (
+    r"^(?!https?://\S*@)(?!\S*://[^\s/?#]*:\S*@)"
+    rf"(?!\S*[?&;#](?:[^=&;\s]*(?:[^A-Za-z=&;]|[Aa]pi|[Aa]ccess))?(?:{_WORDS})=)"
+)
+"""The same for forms: Prefect's server keeps what was entered, so it must refuse before a flow looks at it."""
+
+UrlWithoutSecrets = Annotated[str, AfterValidator(_no_credentials), Field(json_schema_extra={"pattern": NO_SECRETS})]
+
+
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+RunName = Annotated[str, Field(pattern=RUN_NAME)]
+"""Of a run, a branch, a sweep or a registered model."""
 
 
 def _compiles(text: str) -> str:

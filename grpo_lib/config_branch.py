@@ -4,12 +4,13 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
-from grpo_lib.config_base import Section
+from grpo_lib.config_base import RunName, Section
 
 ORDER = (
     "dataset",
     "warm_start",
     "pretrained",
+    "inherited",
     "reference_model",
     "sampler",
     "prompts",
@@ -56,7 +57,7 @@ FORKS: tuple[str, ...] = get_args(Fork)
 class BranchConfig(Section):
     """What a branch shares: everything that its base made before one stage of one iteration. `grpo rerun` writes it."""
 
-    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="The base: a run in the same store.")
+    run: RunName = Field(description="The base: a run in the same store.")
     iteration: int = Field(ge=0, le=999_999, description="Of the first stage that is the branch's own.")
     stage: Fork = Field(description="The first stage that is the branch's own.")
 

@@ -1,6 +1,6 @@
 """Where prompts come from: the problems and their options."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -91,8 +91,15 @@ class FilesData(Section):
     )
 
 
+def _form(schema: dict[str, Any]) -> None:
+    """Forms made from the schema offer the variants of ``anyOf`` one by one, those of ``oneOf`` as bare JSON."""
+    schema["anyOf"] = schema.pop("oneOf")
+    schema.pop("discriminator")
+
+
 DataConfig = Annotated[
-    CountdownData | CountdownCalculatorData | ExpressionsData | Gsm8kData | FilesData, Field(discriminator="problem")
+    CountdownData | CountdownCalculatorData | ExpressionsData | Gsm8kData | FilesData,
+    Field(discriminator="problem", json_schema_extra=_form),
 ]
 DATA_SECTIONS: tuple[type[Section], ...] = (
     CountdownData,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Hashable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -14,8 +14,11 @@ from yaml.constructor import ConstructorError
 from grpo_lib.config import RunConfig, Section, StoreConfig
 from grpo_lib.config_algorithm import AlgorithmConfig
 from grpo_lib.config_data import DATA_SECTIONS
+from grpo_lib.config_retrain import RetrainConfig
 from grpo_lib.errors import ConfigError
 from grpo_lib.urls import shown, without_secrets
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
@@ -27,6 +30,19 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         ConfigError: naming file, key, value, bound and remedy.
     """
     return make_config(_read(Path(path), ()), overrides, origin=str(path))
+
+
+def load_retrain_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RetrainConfig:
+    """The same of a retraining, whose section ``train`` may name a file in ``extends`` too.
+
+    Raises:
+        ConfigError: naming file, key, value, bound and remedy.
+    """
+    place = Path(path)
+    values = _read(place, ())
+    if isinstance(values.get("train"), dict):
+        values["train"] = _extended(place, values["train"], ())
+    return _made(RetrainConfig, values, overrides, str(path))
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
@@ -44,6 +60,11 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
         raise ConfigError(f"{path} must hold a mapping of settings at its top, found {found}")
+    return _extended(path, values, extended_by)
+
+
+def _extended(path: Path, values: dict[str, Any], extended_by: tuple[Path, ...]) -> dict[str, Any]:
+    """Settings of a file over those of the file that they extend, if they do."""
     if "extends" not in values:
         return values
     base = values.pop("extends")
@@ -70,20 +91,37 @@ def make_config(
     values: dict[str, Any], overrides: list[str] | tuple[str, ...] = (), origin: str = "config"
 ) -> RunConfig:
     """Validates a mapping after applying ``key.sub=value`` overrides (values are read as YAML)."""
+    return _made(RunConfig, values, overrides, origin)
+
+
+def _made(
+    kind: type[AnySection], values: dict[str, Any], overrides: list[str] | tuple[str, ...], origin: str
+) -> AnySection:
     try:
         values = json.loads(json.dumps(values, default=str))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{origin}: this is not a tree of plain values ({error})") from None
     parsed = [_parsed(override) for override in overrides]
     for steps, value, _ in parsed:
-        if len(steps) == 2 and isinstance(values.get(steps[0]), dict):
-            _forget_options(values[steps[0]], steps[1], value)
+        inside = values.get("train") if kind is RetrainConfig and steps[0] == "train" else values
+        steps = steps[1:] if inside is not values else steps
+        if len(steps) == 2 and isinstance(inside, dict) and isinstance(inside.get(steps[0]), dict):
+            _forget_options(inside[steps[0]], steps[1], value)
     for steps, value, override in parsed:
         _set(values, steps, value, override)
+    return validated(kind, values, origin)
+
+
+def validated(section: type[AnySection], values: dict[str, Any], origin: str) -> AnySection:
+    """A section from plain values.
+
+    Raises:
+        ConfigError: naming key, value, bound and remedy.
+    """
     try:
-        return RunConfig.model_validate(values)
+        return section.model_validate(values)
     except ValidationError as error:
-        raise _config_error(origin, error) from None
+        raise _config_error(origin, error, section) from None
 
 
 def make_store_config(uri: str, endpoint_url: str | None = None) -> StoreConfig:
@@ -92,10 +130,7 @@ def make_store_config(uri: str, endpoint_url: str | None = None) -> StoreConfig:
     Raises:
         ConfigError: naming the option's value and the remedy.
     """
-    try:
-        return StoreConfig(uri=uri, endpoint_url=endpoint_url)
-    except ValidationError as error:
-        raise _config_error("store", error) from None
+    return validated(StoreConfig, {"uri": uri, "endpoint_url": endpoint_url}, "store")
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -150,16 +185,16 @@ def _one_line(error: Exception) -> str:
     return without_secrets(" ".join(str(error).split()))
 
 
-def _config_error(origin: str, error: ValidationError) -> ConfigError:
-    return ConfigError(f"{origin}: " + "; ".join(_describe(problem) for problem in error.errors()))
+def _config_error(origin: str, error: ValidationError, kind: type[Section] = RunConfig) -> ConfigError:
+    return ConfigError(f"{origin}: " + "; ".join(_describe(problem, kind) for problem in error.errors()))
 
 
-def _describe(problem: Any) -> str:
+def _describe(problem: Any, root: type[Section]) -> str:
     place = ".".join(str(part) for part in problem["loc"] if part not in _problems())
     message = problem["msg"].removeprefix("Value error, ")
     kind = problem["type"]
     if kind == "extra_forbidden":
-        return f"{place}: no such setting{_nearest(place)}"
+        return f"{place}: no such setting{_nearest(place, root)}"
     if kind == "missing":
         return f"{place}: must be given"
     if kind == "union_tag_not_found":
@@ -187,11 +222,11 @@ def _problems() -> list[str]:
     return [each.model_fields["problem"].default for each in DATA_SECTIONS]
 
 
-def _nearest(place: str) -> str:
+def _nearest(place: str, root: type[Section]) -> str:
     """A hint at settings with a similar name: those of the same section, else those of others."""
     section, _, name = place.rpartition(".")
     known: dict[str, list[str]] = {}
-    for path in _setting_paths(RunConfig):
+    for path in _setting_paths(root):
         known.setdefault(path.rpartition(".")[2], []).append(path)
     here = [each for each, paths in known.items() if any(path.rpartition(".")[0] == section for path in paths)]
     close = [f"{section}.{each}".lstrip(".") for each in get_close_matches(name, here, n=2)]

@@ -15,6 +15,7 @@ from grpo_lib.problems import get_problem
 from grpo_lib.problems.files import prompt_files
 from grpo_lib.problems.gsm8k import heldout_file
 from grpo_lib.run import Run, open_run
+from grpo_lib.start import check_start
 from grpo_lib.storage.objects import check_store
 from grpo_lib.storage.paths import run_file
 from grpo_lib.tracking.address import check_tracking, tracking_uri
@@ -32,6 +33,7 @@ def check_surroundings(config: RunConfig) -> None:
         check_model_folder("reference.path", config.reference.path)
     check_prompts(config)
     check_store(Run(config).objects)
+    check_start(config)
     patience = Patience(config.tracking.patience_seconds, "MLflow", "tracking.patience_seconds")
     patience.call(lambda: check_tracking(tracking_uri(config)))
     from grpo_lib.recipe import check_algorithm  # the first that takes torch, which takes seconds

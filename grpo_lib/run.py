@@ -185,7 +185,7 @@ def load_run(store: StoreConfig, name: str, overrides: list[str] | tuple[str, ..
     with impatient():  # the address may be wrong, and somebody waits for the answer
         values = stored_values(objects, name)
         if objects.exists(continuation_file(name)):
-            values = _read_json(objects, continuation_file(name))
+            values = stored_json(objects, continuation_file(name))
     asked = store.model_dump(mode="json", exclude_unset=True)
     given = {key: value for key, value in asked.items() if value is not None}
     values |= {"name": name, "store": values["store"] | given}
@@ -209,7 +209,12 @@ def stored_values(objects: ObjectStore, name: str) -> dict[str, Any]:
     return _parse(objects, path, text)
 
 
-def _read_json(objects: ObjectStore, path: str) -> dict[str, Any]:
+def stored_json(objects: ObjectStore, path: str) -> dict[str, Any]:
+    """A JSON object of the store.
+
+    Raises:
+        CorruptError: it is none any more.
+    """
     return _parse(objects, path, objects.get(path))
 
 
@@ -230,11 +235,16 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
 
 def _shaping(config: RunConfig) -> dict[str, Any]:
     """Every setting that shapes what the run computes, by dotted name."""
-    settings = _flatten(config.model_dump(mode="json"))
+    settings = flat_settings(config)
     flat = {key: value for key, value in settings.items() if not key.startswith(CONTINUABLE)}
     if config.trainer.optimizer.schedule != "constant":
         flat["trainer.optimizer.decay_steps"] = config.decay_steps  # else `iterations` would stretch the schedule
     return flat
+
+
+def flat_settings(config: RunConfig) -> dict[str, Any]:
+    """Every setting by dotted name."""
+    return _flatten(config.model_dump(mode="json"))
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

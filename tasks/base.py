@@ -43,6 +43,7 @@ from grpo_lib.storage.local import full_disk_errors
 from grpo_lib.storage.stages import ArtifactRef, Attempt, InputRef
 from tasks.elsewhere import run_on_worker
 from tasks.futures import KnownResult, StageFuture
+from tasks.logs import log_stage
 from tasks.planner import current_planner
 
 Input = ArtifactRef | Sequence[ArtifactRef] | None
@@ -270,6 +271,7 @@ def _report(ref: ArtifactRef) -> None:
     progress().stage_ended(
         ref.stage, ref.iteration, rows=ref.rows, tokens=ref.tokens, seconds=ref.seconds, reused=ref.reused
     )
+    log_stage(ref)
 
 
 def artifacts(inputs: Sequence[Input]) -> list[ArtifactRef]:

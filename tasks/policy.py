@@ -1,16 +1,19 @@
-"""`warm_start` or `pretrained`: the policy that the run starts from."""
+"""`warm_start`, `pretrained` or `inherited`: the policy that the run starts from."""
 
 import tempfile
 from pathlib import Path
 
 import torch
+from pydantic import JsonValue
 
 from grpo_lib.config import MAX_POSITIONS
 from grpo_lib.models import load_model, load_tokenizer, make_small_model, run_tokenizer
 from grpo_lib.problems import get_problem
 from grpo_lib.problems.demonstrations import demonstrations
+from grpo_lib.start import whole_model
 from grpo_lib.storage.keys import StageSpec
 from grpo_lib.storage.stages import ArtifactRef
+from grpo_lib.training.checkpoints import STATE
 from grpo_lib.training.digest import weights_digest
 from grpo_lib.training.warm_start import warm_start as fine_tune
 from tasks.base import Stage, stage_task
@@ -18,6 +21,7 @@ from tasks.dataset import split
 
 WARM_START = StageSpec(name="warm_start", version=1, reads=("data", "model.small", "warm_start", "seed"))
 PRETRAINED = StageSpec(name="pretrained", version=1, reads=("model.path",))
+INHERITED = StageSpec(name="inherited", version=1, reads=("model.start",))
 
 
 @stage_task(WARM_START, role="train")
@@ -74,5 +78,27 @@ def pretrained(stage: Stage) -> ArtifactRef:
         "policy_version": 0,
         "parameters": sum(p.numel() for p in model.parameters()),
         "path": str(Path(path).resolve()) if Path(path).is_dir() else path,
+    }
+    return stage.commit(rows=0, summary=summary)
+
+
+@stage_task(INHERITED, role="train")
+def inherited(stage: Stage, checkpoint: ArtifactRef) -> ArtifactRef:
+    """Copies another run's policy: the run then needs nothing of that one."""
+    saved = stage.run.stages.manifest(checkpoint)
+    with tempfile.TemporaryDirectory(prefix="grpo-inherited-") as name:
+        folder = Path(name)
+        digest = whole_model(stage.run.config, saved, folder)
+        for file, content in stage.run.stages.files(checkpoint).items():
+            of_training = file.endswith(".safetensors") or file in (STATE, "adapter_config.json")
+            if not of_training and not (folder / file).exists():  # the tokenizer
+                (folder / file).write_bytes(content)
+        for path in sorted(folder.iterdir()):
+            stage.write_file(path.name, path)
+    summary: dict[str, JsonValue] = {
+        "policy_digest": digest,
+        "policy_version": 0,
+        "run": saved.run,
+        "version_there": saved.summary["policy_version"],
     }
     return stage.commit(rows=0, summary=summary)

@@ -36,15 +36,23 @@ class FaultyProxy:
     """Stands before the service at ``target``.
 
     ``happened`` counts the faults by kind. ``script`` is what happens to the next requests (None: nothing bad), before
-    the seed decides again.
+    the seed decides again. ``ignores`` names headers of requests that the service does not know.
     """
 
     def __init__(
-        self, target: str, *, seed: int = 0, rate: float = 0.0, faults: Sequence[str] = FAULTS, stall_seconds: float = 2
+        self,
+        target: str,
+        *,
+        seed: int = 0,
+        rate: float = 0.0,
+        faults: Sequence[str] = FAULTS,
+        stall_seconds: float = 2,
+        ignores: Sequence[str] = (),
     ) -> None:
         address = urlsplit(target)
         assert address.hostname is not None and address.port is not None
         self.target = (address.hostname, address.port)
+        self.ignores = ("expect", "connection", *(each.lower() for each in ignores))
         self.seed, self.rate, self.faults, self.stall_seconds = seed, rate, faults, stall_seconds
         self.happened: Counter[str] = Counter()
         self.script: list[str | None] = []
@@ -175,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         service = http.client.HTTPConnection(*self.owner.target, timeout=60)
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("expect", "connection")}
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in self.owner.ignores}
         service.request(self.command, self.path, body or None, headers)
         response = service.getresponse()
         data = response.read()

@@ -30,7 +30,7 @@ class FlowProcess:
     The first one starts the server from which all are forked, with the environment of then.
 
     Args:
-        flow: ``train`` or ``warm_start``.
+        flow: ``train``, ``warm_start`` or ``retrain``.
         values: its configuration.
         log: file to which everything is appended that it prints.
     """
@@ -70,13 +70,17 @@ def _run(flow: str, values: dict[str, Any], log: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     import tasks.reward
     from grpo_lib.config_files import make_config
+    from grpo_lib.config_retrain import RetrainConfig
     from grpo_lib.progress import Notes, show_progress_on
     from tests.flows.tiny import use_easy_reward
 
-    tasks.reward.get_problem = use_easy_reward  # type: ignore[assignment]
     show_progress_on(Notes())
     try:
-        getattr(importlib.import_module(f"flows.{flow}"), flow)(make_config(values))
+        if flow == "retrain":
+            config: Any = RetrainConfig.model_validate(values)
+        else:
+            config, tasks.reward.get_problem = make_config(values), use_easy_reward  # type: ignore[assignment]
+        getattr(importlib.import_module(f"flows.{flow}"), flow)(config)
     except BaseException:
         traceback.print_exc()
         os._exit(1)

@@ -83,7 +83,7 @@ class RaySet:
             options += [f"--{name}-port", str(port)]
         for role, count in self._workers.items():
             options += [f"--{role}-workers", str(count)]
-        command = [sys.executable, "-m", "flows.cli.main", "up", *options]
+        command = [sys.executable, "-m", "flows.cli.main", "up", "--runs", "0", *options]
         for attempt in range(STARTS):  # Ray gives a node 30 s, which may be too few on a machine with other work
             self._up = launch(command, self.environment, self.home / "up.log")
             if self._came_up() or attempt + 1 == STARTS:

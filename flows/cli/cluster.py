@@ -1,4 +1,4 @@
-"""`grpo up`, `grpo down` and `grpo worker`: the services of a machine, in the foreground."""
+"""`grpo up`, `grpo down`, and the parts of a cluster, `grpo head`, `grpo worker`, `grpo join`: in the foreground."""
 
 import os
 import signal
@@ -15,6 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from grpo_lib.services.local_set import SetOptions
+    from grpo_lib.services.supervisor import Supervisor
 
 LOOK_SECONDS = 0.2
 DETACH_SECONDS = 600.0
@@ -23,6 +24,7 @@ DOWN_SECONDS = 90.0
 Port = Annotated[int, typer.Option(min=1024, max=65535)]
 Folder = Annotated[Path, typer.Option("--folder", help="For databases, logs and what is known of the services.")]
 Places = Annotated[int, typer.Option(min=0, max=1024, help="Workers of that role that may run here.")]
+HeadAddress = Annotated[str, typer.Option(help="HOST:PORT of the Ray head, as `grpo up` or `grpo head` prints it.")]
 
 
 def up(
@@ -34,6 +36,7 @@ def up(
     rollout_workers: Places = 1,
     train_workers: Places = 1,
     score_workers: Places = 0,
+    runs: Annotated[int, typer.Option(min=0, help="Runs at a time that are started on Prefect's pages; 0: none.")] = 2,
     dashboard_port: Annotated[
         int | None, typer.Option(min=1024, max=65535, help="Ray's dashboard (needs ray[default]); default: none.")
     ] = None,
@@ -46,7 +49,7 @@ def up(
     options = SetOptions(
         folder=folder.absolute(), host=host, prefect_port=prefect_port, mlflow_port=mlflow_port, ray_port=ray_port,
         dashboard_port=dashboard_port,
-        workers={"rollout": rollout_workers, "train": train_workers, "score": score_workers},
+        workers={"rollout": rollout_workers, "train": train_workers, "score": score_workers}, runs=runs,
     )  # fmt: skip
     if detach:
         _detach(options)
@@ -86,6 +89,7 @@ def usage(options: "SetOptions", secret: str) -> str:
     """How to use a set that is up, and what is open."""
     from grpo_lib.services.local_set import LOOPBACK
 
+    forms = f"in a browser: {options.prefect_url}/deployments has forms that start runs\n" if options.runs else ""
     places = ", ".join(f"{count} {role}" for role, count in options.workers.items() if count)
     warning = (
         f"--host {options.host}: whoever reaches this machine can read and change everything in Prefect and MLflow, "
@@ -93,7 +97,7 @@ def usage(options: "SetOptions", secret: str) -> str:
     )
     return f"""{"" if options.host in LOOPBACK else warning}
 all is up: Prefect {options.prefect_url}, MLflow {options.mlflow_url}, Ray {options.ray_address} (places for: {places})
-in another terminal:
+{forms}in another terminal:
   export PREFECT_API_URL={options.prefect_url}/api
   grpo run CONFIG placement.kind=ray tracking.uri={options.mlflow_url}
   grpo status{_option(options)}
@@ -167,7 +171,7 @@ def down(folder: Folder = Path(".grpo")) -> None:
 
 def worker(
     role: Annotated[Literal["rollout", "train", "score"], typer.Option(help="What this machine offers to do.")],
-    address: Annotated[str, typer.Option(help="HOST:PORT of the Ray head, as `grpo up` prints it.")],
+    address: HeadAddress,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs to offer; default: all.")] = None,
     cpus: Annotated[int | None, typer.Option(min=1, help="CPU cores to offer; default: all.")] = None,
     workers: Annotated[int, typer.Option(min=1, max=1024, help="Workers of that role that may run here.")] = 1,
@@ -191,7 +195,73 @@ def worker(
                 if each.alive and each.id not in known and each.resources.get(role.upper()):
                     say(f"offers {_offer(each.resources)} to the cluster as {each.host}; Ctrl-C takes it back")
 
-    supervisor = Supervisor([service], changed)
+    _keep_up(Supervisor([service], changed))
+
+
+def head(port: Port = 6379, folder: Folder = Path(".grpo")) -> None:
+    """Start the head of a Ray cluster alone, until Ctrl-C. Machines join it with `grpo worker` and `grpo join`."""
+    from grpo_lib.services.checks import check_port, check_ray_installed, check_token, own_address
+    from grpo_lib.services.ray_nodes import forget
+    from grpo_lib.services.ray_nodes import head as head_service
+    from grpo_lib.services.state import held
+    from grpo_lib.services.supervisor import Supervisor
+
+    check_ray_installed()
+    check_token()
+    check_port("--port", "0.0.0.0", port)
+    folder, address = folder.absolute(), f"{own_address()}:{port}"
+    with held(folder):
+        _keep_up(Supervisor([head_service(folder, port, address, None)], lambda _, line: say(line)))
+        forget(folder, address)
+
+
+def join(
+    command: Annotated[list[str], typer.Argument(help="After `--`: what to run, e.g. a Prefect worker.")],
+    address: HeadAddress,
+    folder: Folder = Path(".grpo"),
+) -> None:
+    """Run a command on a machine that has no places for workers: its flows reach the cluster's workers from here.
+
+    Ends with the command, and with its code.
+    """
+    from grpo_lib.services.checks import check_ray_installed, check_token
+    from grpo_lib.services.ray_nodes import node, nodes
+    from grpo_lib.services.supervisor import Supervisor
+
+    check_ray_installed()
+    check_token()
+    nodes(address)  # refuses what can't be joined
+    folder = folder.absolute()
+    service = node(address, {}, folder / "logs" / f"join-{os.getpid()}.log", mark=str(folder), gpus=0, cpus=0)
+    supervisor = Supervisor([service], lambda _, line: say(line))
+    process: subprocess.Popen[bytes] | None = None
+    with signals() as stop:
+        try:
+            while not stop.asked.is_set() and (process is None or process.poll() is None):
+                supervisor.step()
+                if process is None and supervisor.all_up:
+                    process = subprocess.Popen(command)
+                stop.asked.wait(LOOK_SECONDS)
+        finally:
+            if process is not None:
+                _end_command(process, stop)
+            supervisor.stop(lambda: stop.hurry)
+    code = 1 if process is None else process.returncode
+    raise typer.Exit(code if code >= 0 else 128 - code)  # as a shell says that a signal ended it
+
+
+def _end_command(process: "subprocess.Popen[bytes]", stop: "Stop") -> None:
+    """Asks it to end, and waits as long as it takes, or until there is no time for that."""
+    if process.poll() is None:
+        process.terminate()
+    while process.poll() is None:
+        if stop.hurry:
+            process.kill()
+        time.sleep(LOOK_SECONDS)
+
+
+def _keep_up(supervisor: "Supervisor") -> None:
+    """Until the user wants an end."""
     with signals() as stop:
         try:
             while not stop.asked.is_set():

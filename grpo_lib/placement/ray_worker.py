@@ -26,6 +26,7 @@ from grpo_lib.placement.code_version import code_digest, module_digests
 from grpo_lib.placement.failures import failure_of
 from grpo_lib.placement.worker_status import WorkerStatus
 from grpo_lib.progress import show_progress_on
+from grpo_lib.storage.attempts import package_versions
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +167,7 @@ class StageWorker:
             memory_bytes=_memory(),
             gpu_memory_bytes=_gpu_memory(),
             code=self._code,
+            versions=package_versions(),
             gpus=self._gpus,
             **shown,
         ).model_dump_json()

@@ -15,6 +15,7 @@ from grpo_lib.placement.train import Training, TrainWorker
 from grpo_lib.placement.train_ranks import TrainRanks
 from grpo_lib.progress import progress
 from grpo_lib.run import Run
+from grpo_lib.storage.manifests import FIRST_POLICIES
 from grpo_lib.storage.stages import ArtifactRef, Manifest
 from grpo_lib.training.checkpoints import CHECKPOINT
 from grpo_lib.training.world import World
@@ -121,7 +122,7 @@ class PolicyTrainer:
         return self._run.stages.find(CHECKPOINT, key, update.iteration)
 
     def _input_policy(self, update: Manifest) -> Manifest:
-        (policy,) = (each for each in update.inputs if each.stage in ("update", "warm_start", "pretrained"))
+        (policy,) = (each for each in update.inputs if each.stage in ("update", *FIRST_POLICIES))
         return self._run.stages.manifest(policy)
 
     def _check_digests(self, training: Training, policy: Manifest) -> None:

@@ -26,6 +26,7 @@ class WorkerStatus(BaseModel):
     memory_bytes: int = Field(0, description="Resident memory of its process and the processes that it started.")
     gpu_memory_bytes: int = Field(0, description="GPU memory that it holds.")
     code: str = Field("", description="Digest of the code it was born with; it must be that of the flow.")
+    versions: dict[str, str] = Field(default_factory=dict, description="Of Python and the packages that compute.")
     key: str | None = Field(None, description="Of the present stage: a flow that asks for the same joins it.")
     epoch: int | None = Field(None, description="Number of the flow that owns it; calls of an older one are refused.")
     gpus: float = Field(0, description="GPUs that it was placed with.")

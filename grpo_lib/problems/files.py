@@ -66,7 +66,29 @@ def make_reward(options: FilesData, reward: RewardConfig) -> RewardFunction:
 
 def prompt_files(options: FilesData) -> list[PromptFile]:
     """Every file that prompts come from, in order."""
-    return [file for place in (*options.train, *options.heldout) for file in _files(place, options.endpoint_url)]
+    return files_at((*options.train, *options.heldout), options.endpoint_url)
+
+
+def files_at(places: Sequence[str], endpoint_url: str | None) -> list[PromptFile]:
+    """Every file with prompts that these places name, in order.
+
+    Raises:
+        DataError: there is nothing at one of them.
+    """
+    return [file for place in places for file in _files(place, endpoint_url)]
+
+
+def files_so_far(places: Sequence[str], endpoint_url: str | None) -> list[PromptFile]:
+    """The same of places in which files arrive: nothing there yet is no error.
+
+    Raises:
+        DataError: a folder here that does not exist.
+    """
+    for place in places:
+        folder = Path(place.partition("*")[0]).expanduser()
+        if not place.startswith("s3://") and not (folder.exists() or (folder.parent.is_dir() and "*" in place)):
+            raise DataError(f"data: there is no {place}; name the folder in which prompt files arrive, or make it")
+    return [file for place in places for file in _found(place, endpoint_url)]
 
 
 def _both(options: FilesData) -> tuple[pa.Table, pa.Table]:
@@ -141,10 +163,14 @@ def _files(place: str, endpoint_url: str | None) -> list[PromptFile]:
     Raises:
         DataError: there is nothing, or a data set of several splits.
     """
-    found = _on_s3(place, endpoint_url) if place.startswith("s3://") else _here(place)
+    found = _found(place, endpoint_url)
     if not found:
         raise DataError(f"data: nothing at {place}; name a file, a folder or a pattern with {', '.join(ENDINGS)} files")
     return found
+
+
+def _found(place: str, endpoint_url: str | None) -> list[PromptFile]:
+    return _on_s3(place, endpoint_url) if place.startswith("s3://") else _here(place)
 
 
 def _here(place: str) -> list[PromptFile]:

@@ -31,6 +31,8 @@ class SetOptions:
     dashboard_port: int | None
     workers: dict[str, int]
     """Places that the node offers, by role."""
+    runs: int
+    """Runs at a time that are started from Prefect's pages; 0: none can be."""
 
     @property
     def reached(self) -> str:
@@ -79,12 +81,13 @@ def services(options: SetOptions) -> list[Service]:
     """In the order of their start."""
     folder = options.folder
     log = folder / "logs" / "ray-node.log"
-    return [
+    asked = [
         head(folder, options.ray_port, options.ray_address, options.dashboard_port),
         node(options.ray_address, options.workers, log, mark=str(folder), after=HEAD),
         _prefect(options),
         _mlflow(options),
     ]
+    return asked + ([_runs(options)] if options.runs else [])
 
 
 def _environment(options: SetOptions) -> dict[str, str]:
@@ -119,6 +122,20 @@ def _mlflow(options: SetOptions) -> Service:
     return Service(
         name="mlflow", address=options.mlflow_url, command=command, env=_environment(options) | settings,
         log=options.folder / "logs" / "mlflow.log", ready=_healthy(f"{options.mlflow_url}/health"),
+    )  # fmt: skip
+
+
+def _runs(options: SetOptions) -> Service:
+    """Puts the deployments on Prefect's server, and carries out in the folder of this process what is started there."""
+    settings = [
+        f"tracking.uri={options.mlflow_url}",
+        *(["placement.kind=ray"] if any(options.workers.values()) else []),
+    ]
+    return Service(
+        name="runs", address=options.prefect_url,
+        command=[sys.executable, "-m", "flows.cli.main", "serve", *settings, "--limit", str(options.runs)],
+        env=_environment(options) | {"PREFECT_API_URL": f"{options.prefect_url}/api"},
+        log=options.folder / "logs" / "runs.log", ready=lambda said: "started!" in said, after="prefect",
     )  # fmt: skip
 
 

@@ -175,7 +175,7 @@ class Attempt:
             seconds=time.perf_counter() - self._started if seconds is None else seconds,
             host=socket.gethostname(),
             code_version=_code_version(),
-            packages=_packages(),
+            packages=package_versions(),
             adopted_from=None,
         ).sealed()
 
@@ -227,7 +227,8 @@ def _code_version() -> str:
 
 
 @cache
-def _packages() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Of what may change what comes out; a package that is not installed is left out."""
     found = {}
     for name in RECORDED_PACKAGES:
         try:

@@ -49,20 +49,24 @@ def newest_epoch(objects: ObjectStore, run: str) -> int:
     return max((epoch for epoch in epochs if epoch is not None), default=0)
 
 
+def user_name() -> str:
+    """Of whom this process belongs to."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, in a container
+        return str(os.getuid())
+
+
 def this_process() -> Claim:
     """A new claim of this process."""
     pid = os.getpid()
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, in a container
-        user = str(os.getuid())
     return Claim(
         id=uuid.uuid4().hex,
         host=socket.gethostname(),
         place=_pid_place(),
         pid=pid,
         started=start_of(pid),
-        user=user,
+        user=user_name(),
         command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200],
         since=utc_now(),
     )

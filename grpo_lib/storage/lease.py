@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -234,6 +234,29 @@ def holding(run: Place, *, me: Claim | None = None, pace: Pace | None = None) ->
         del _held[run.place]
         stopped.set()
         lease.release()
+
+
+@contextmanager
+def holding_in_turn(run: Place, seconds: float, *, pace: Pace | None = None) -> Iterator[Lease]:
+    """The same, and waits for so long for a holder that is alive.
+
+    Raises:
+        LeaseHeldError: it is held for longer.
+    """
+    pace, until, told = pace or Pace(), _monotonic() + seconds, False
+    with ExitStack() as stack:
+        while True:
+            try:
+                lease = stack.enter_context(holding(run, pace=pace))
+                break
+            except LeaseHeldError as error:
+                if _monotonic() >= until:
+                    raise
+                if not told:
+                    progress().note(f"waiting: {error}")
+                    told = True
+            time.sleep(min(pace.beat, max(0.0, until - _monotonic())))
+        yield lease
 
 
 def check_lease(run: Place) -> None:

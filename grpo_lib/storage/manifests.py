@@ -15,6 +15,8 @@ from grpo_lib.errors import CorruptError
 from grpo_lib.storage import paths
 from grpo_lib.storage.objects import checked_path
 
+FIRST_POLICIES = ("warm_start", "pretrained", "inherited")
+"""Stages that make the policy that a run starts from."""
 FORMAT = 1
 """Layout of the manifests that this version writes and reads."""
 

@@ -10,7 +10,13 @@
         {attempt}/part-00000.arrow                      garbage unless the manifest names it
         judged/{sha256}.arrow                           what an attempt that failed had judged; garbage as well
     index/{first two digits of key}/{key}.json          which run holds a manifest with that key
+    models/{model}/rounds/000002/                       a registered model's retraining, or what was done with it
+        prompts-{sha256}.jsonl                          what came with it, what was mixed in, what it is judged by
+        plan.json  judged.json  decision.json           each made once
+        applied.json                                    the registry knows of the decision
     damaged/runs/...                                    what was set aside, for people
+    sweeps/{sweep}/sweep.json                           what a sweep was asked for
+    sweeps/{sweep}/{run}.json                           how a run of it ended
     probe/...                                           what checks write and delete
 
 An iteration's number has six digits, so that listings come in order.
@@ -19,10 +25,12 @@ An iteration's number has six digits, so that listings come in order.
 import re
 
 MANIFEST = "manifest.json"
+MODELS = "models"
 RUNS = "runs"
 INDEX = "index"
 DAMAGED = "damaged"
 PROBES = "probe"
+SWEEPS = "sweeps"
 JUDGED = "judged"
 _IN_ATTEMPT = re.compile(r"(runs/[^/]+/(?:setup|iterations/\d+)/[^/]+/[^/]+/[^/]+)/[^/]+")
 
@@ -40,6 +48,16 @@ def run_file(run: str) -> str:
 def continuation_file(run: str) -> str:
     """The settings with which a run was last continued, where they differ from those of its description."""
     return f"{run_folder(run)}/continued.json"
+
+
+def sweep_file(sweep: str) -> str:
+    """The description of a sweep."""
+    return f"{SWEEPS}/{_step(sweep)}/sweep.json"
+
+
+def trial_file(sweep: str, run: str) -> str:
+    """Exists when a run of a sweep has ended for good."""
+    return f"{SWEEPS}/{_step(sweep)}/{_step(run)}.json"
 
 
 def damage_file(run: str) -> str:
@@ -184,6 +202,30 @@ def run_of(path: str) -> str | None:
     """
     steps = path.split("/")
     return steps[1] if steps[0] == RUNS and len(steps) > 2 else None
+
+
+def rounds_folder(model: str) -> str:
+    """All that was decided about a registered model, and from what."""
+    return f"{MODELS}/{_step(model)}/rounds"
+
+
+def round_file(model: str, number: int, name: str) -> str:
+    """A file of a round.
+
+    >>> round_file("demo", 2, "plan.json")
+    'models/demo/rounds/000002/plan.json'
+    """
+    return f"{rounds_folder(model)}/{number:06d}/{_step(name)}"
+
+
+def round_of(path: str) -> int | None:
+    """The number of the round that a file belongs to; None: to none.
+
+    >>> round_of("models/demo/rounds/000002/plan.json"), round_of("models/demo/rounds/.DS_Store")
+    (2, None)
+    """
+    number = path.split("/")[-2]
+    return int(number) if number.isdigit() else None
 
 
 def part_file(number: int) -> str:

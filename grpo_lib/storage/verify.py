@@ -10,12 +10,12 @@ from pydantic import ValidationError
 
 from grpo_lib.errors import CorruptError, NotFoundError
 from grpo_lib.storage import paths
-from grpo_lib.storage.manifests import IndexEntry, InputRef, Manifest, read_manifest
+from grpo_lib.storage.manifests import FIRST_POLICIES, IndexEntry, InputRef, Manifest, read_manifest
 from grpo_lib.storage.objects import ObjectStore
 from grpo_lib.storage.remake import part_problem
 
 READERS = 8
-POLICIES = ("update", "warm_start", "pretrained")
+POLICIES = ("update", *FIRST_POLICIES)
 DROPPABLE = ("weights",)
 """Stages whose artifacts `grpo gc` may have removed, though they are the inputs of others."""
 

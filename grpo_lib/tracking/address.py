@@ -1,20 +1,32 @@
 """Where MLflow is: a database file beside the store, or a server. Free of MLflow itself."""
 
+import base64
 import io
 import os
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
-from grpo_lib.config import RunConfig, StoreConfig
+from grpo_lib.config import StoreConfig, TrackingConfig
 from grpo_lib.errors import TrackingDownError, TrackingError
 
 SQLITE = b"SQLite format 3"  # how such a file begins
 SQLITE_URI = "sqlite:///"
 
 
-def tracking_uri(config: RunConfig) -> str:
+class Tracked(Protocol):
+    """What says where MLflow is: the configuration of a run, or what has these two sections of it."""
+
+    @property
+    def store(self) -> StoreConfig: ...
+
+    @property
+    def tracking(self) -> TrackingConfig: ...
+
+
+def tracking_uri(config: Tracked) -> str:
     """The configured tracking URI, or SQLite in the store's folder (in the working folder for S3)."""
     return config.tracking.uri or default_uri(config.store)
 
@@ -63,6 +75,15 @@ def check_tracking(uri: str, timeout: float = 5.0) -> None:
             f"tracking.uri={public(uri)!r} is no MLflow tracking URI; use sqlite:///FILE, http(s)://HOST:PORT, "
             "postgresql://... or leave it out"
         )
+
+
+def safe(text: str) -> str:
+    """What a server says, without the credentials that MLflow's client sends it: some proxies repeat what they got."""
+    user, password, token = (os.environ.get(f"MLFLOW_TRACKING_{each}") for each in ("USERNAME", "PASSWORD", "TOKEN"))
+    basic = base64.b64encode(f"{user}:{password}".encode()).decode() if user and password else None
+    for secret in (password, token, basic):
+        text = text.replace(secret, "***") if secret else text
+    return text
 
 
 def public(uri: str) -> str:

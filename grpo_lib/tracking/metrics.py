@@ -125,8 +125,9 @@ DESCRIPTIONS = {
     "reference/policy_version": "Version of the policy that the reference was brought up to.",
     "checkpoint/policy_version": "Version of the saved policy.",
     "evaluate/policy_version": "Version of the evaluated policy.",
-    "time/<stage>_seconds": "Seconds of the stage's body; shards add up.",
-    "time/rollout_tokens_per_second": "Response tokens a second of the rollout stage.",
+    "seconds/<stage>": "Seconds of the stage's body; shards add up.",
+    "rollout/tokens_per_second": "Response tokens a second of the rollout stage.",
+    "system/<name>": "Of the flow's machine (tracking.system_seconds), from MLflow; the step counts samples.",
     "evaluate/<mode>_accuracy": "Fraction of right held-out answers (sampled: mean@n).",
     "evaluate/<mode>_accuracy_se": "Its standard error over prompts.",
     "evaluate/<mode>_reward_mean": "Mean held-out reward.",
@@ -166,9 +167,9 @@ def metric_points(manifests: Sequence[Manifest]) -> pa.Table:
         iteration, time = shards[0].iteration or 0, max(shard.created_ms for shard in shards)
         values = {f"{stage}/{name}": value for name, value in _of_shards(shards).items()}
         seconds = sum(shard.seconds for shard in shards)
-        values[f"time/{stage}_seconds"] = seconds
+        values[f"seconds/{stage}"] = seconds
         if stage == "rollout" and seconds > 0:
-            values["time/rollout_tokens_per_second"] = sum(shard.tokens for shard in shards) / seconds
+            values["rollout/tokens_per_second"] = sum(shard.tokens for shard in shards) / seconds
         points += [
             {"name": name, "value": value, "iteration": iteration, "timestamp_ms": time}
             for name, value in sorted(values.items())

@@ -73,7 +73,7 @@ class World:
             folder=folder,
             store=seen,
             direct=direct,
-            tracking={"uri": uri, "experiment": name},
+            tracking={"uri": uri, "experiment": name, "system_seconds": None},  # points as in an undisturbed run
             placement={"ray": {"address": self.services.state.ray_address}},
             variant=variant,
         )

@@ -138,16 +138,6 @@ def test_a_branch_is_made_trained_and_resumed_by_the_commands(resumed: dict[str,
     assert unknown.returncode == 2 and "iteration 99: run 'tiny' has iterations 0 to 29" in unknown.stderr
 
 
-def test_doctor_finds_this_machine_in_order_and_says_what_is_wrong(place: Path) -> None:
-    found = {each["check"]: each for each in json.loads(grpo(place, "doctor", "--json"))}
-    assert all(each["ok"] for each in found.values())
-    assert "creates an object only once" in found["store"]["found"]
-    (place / "file").write_text("")
-    result = CliRunner().invoke(app, ["doctor", "--store", str(place / "file" / "below"), "--json"])
-    assert result.exit_code == 1
-    assert [each["check"] for each in json.loads(result.output) if not each["ok"]] == ["store", "mlflow"]
-
-
 def test_show_algorithms_lists_formula_paper_and_options_of_everything_that_is_registered() -> None:
     shown = json.loads(CliRunner().invoke(app, ["show", "algorithms", "--json"]).output)
     from grpo_lib.catalogue import choices

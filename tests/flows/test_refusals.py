@@ -29,6 +29,7 @@ from grpo_lib.config_files import make_config
 from grpo_lib.data.schemas import PROMPTS, ROLLOUTS
 from grpo_lib.run import open_run
 from grpo_lib.storage.stages import StageSpec
+from tests.warm_grpo import warm_grpo
 
 PASSWORD = "open-sesame"
 
@@ -383,8 +384,10 @@ def test_cases_have_different_names() -> None:
 class Outcomes:
     """What the command did in each case; several run at a time."""
 
-    def __init__(self, places: dict[str, str], flow_environment: dict[str, str], pool: ThreadPoolExecutor) -> None:
-        self._places, self._flow_environment, self._pool = places, flow_environment, pool
+    def __init__(
+        self, places: dict[str, str], flow_environment: dict[str, str], pool: ThreadPoolExecutor, warm: str
+    ) -> None:
+        self._places, self._flow_environment, self._pool, self._warm = places, flow_environment, pool, warm
         self._started: dict[str, Future[Outcome]] = {}
 
     def start(self, case: Case) -> "Future[Outcome]":
@@ -406,8 +409,9 @@ class Outcomes:
         }  # fmt: skip
         environment |= self._flow_environment if case.in_flow else {"PREFECT_HOME": f"{store}-prefect"}
         environment |= {name: Template(value).substitute(places) for name, value in case.environment.items()}
+        command = [sys.executable, "-m", "flows.cli.main"] if case.in_flow else [f"{self._warm}/grpo"]
         done = subprocess.run(
-            [sys.executable, "-m", "flows.cli.main", *filled],
+            [*command, *filled],
             capture_output=True, text=True, check=False, cwd=self._places["stores"], env=environment, timeout=300,
         )  # fmt: skip
         manifests = [path for place in (store, Path(places["made"])) for path in place.rglob("manifest.json")]
@@ -420,8 +424,9 @@ def outcomes(request: pytest.FixtureRequest, places: dict[str, str]) -> Iterator
     wanted = [each.callspec.params["case"] for each in request.session.items if _is_case(each)]  # type: ignore[attr-defined]
     in_flow = any(each.in_flow for each in wanted)
     server = request.getfixturevalue("prefect_server") if in_flow else {}
-    with ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 2)) as pool:
-        made = Outcomes(places, server, pool)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "AWS_", "MLFLOW_"))}
+    with warm_grpo(clean) as warm, ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 2)) as pool:
+        made = Outcomes(places, server, pool, warm)
         if "PYTEST_XDIST_WORKER" not in os.environ:  # its workers see all cases and run some
             for each in sorted(wanted, key=lambda case: not case.in_flow):  # the slow ones first
                 made.start(each)

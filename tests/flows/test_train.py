@@ -250,7 +250,7 @@ def test_one_logged_model_a_checkpoint_and_the_configuration_as_parameters(tiny:
     assert sorted(each.params["policy_version"] for each in models) == ["2", "4"]
     by_digest = {each.tags["grpo.policy_digest"] for each in models}
     assert by_digest == {each.summary["policy_digest"] for each in checkpoints}
-    assert len(run.inputs.dataset_inputs) == 1
+    assert len(run.inputs.dataset_inputs) == 2, "both splits"
 
 
 def test_the_whole_flow_runs_on_s3(tiny: Tiny, s3_endpoint: str, tmp_path: Path) -> None:
@@ -283,8 +283,8 @@ def test_an_evaluation_with_other_settings_leaves_the_report_of_the_run_alone(ti
     config = tiny()
     train(config)
     before = report(Run(config)).accuracy
-    other = tiny("evaluation.samples=4", "evaluation.pass_k=[1,4]")
-    assert "pass_at_4" in evaluate(other, None)
+    other = ["evaluation.samples=4", "evaluation.pass_k=[1,4]"]
+    assert "pass_at_4" in evaluate("tiny", None, other, config.store)
     assert report(Run(config)).accuracy == before
 
 

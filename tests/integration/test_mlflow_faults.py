@@ -20,6 +20,7 @@ from grpo_lib.errors import TrackingDownError, TrackingError
 from grpo_lib.patience import impatient
 from grpo_lib.run import Run
 from grpo_lib.tracking.mlflow import Tracker
+from grpo_lib.tracking.registry import CHAMPION, Registered, Registry
 from tests.faulty_proxy import FaultyProxy
 
 pytestmark = pytest.mark.slow
@@ -90,10 +91,35 @@ POINTS = [
     for step in range(3)
     for number in range(40)
 ]
+
+
+def checkpoint_of(tracker: Tracker) -> Registered:
+    model_id = tracker.log_model(version=4, digest="e" * 64, uri="/checkpoint")
+    run_id = tracker.run_id
+    return Registered(
+        place="/checkpoint", run="run", policy_version=4, policy_digest="e" * 64, run_id=run_id, model_id=model_id
+    )
+
+
+def register(tracker: Tracker) -> None:
+    """A server takes no folder as the source of a version: its tag says where the weights are."""
+    registry, checkpoint = Registry(tracker._config), checkpoint_of(tracker)
+    name = tracker._config.tracking.experiment
+    assert registry.register(name, checkpoint) == "1"
+    registry.set_alias(name, CHAMPION, "1")
+    assert registry.at(name, CHAMPION) == checkpoint
+
+
 CALLS: dict[str, Callable[[Tracker, Path], Any]] = {
     "points": lambda tracker, _: tracker.log_points(POINTS),
-    "dataset": lambda tracker, _: tracker.log_dataset(name="data", digest="d" * 64, uri="/d", context="training"),
+    "dataset": lambda tracker, _: tracker.log_dataset(
+        name="data", digest="d" * 64, uri="/d", context="training", rows=1
+    ),
     "model": lambda tracker, _: tracker.log_model(version=4, digest="e" * 64, uri="/checkpoint"),
+    "version": lambda tracker, _: register(tracker),
+    "of the model": lambda tracker, _: tracker.log_points(
+        POINTS[:3], checkpoint_of(tracker).model_id, ("data", "d" * 64)
+    ),
     "table": lambda tracker, _: tracker.log_table({"a": [1, 2]}, "table.json"),
     "file": lambda tracker, folder: tracker.log_file(folder / "picture.png", "curves"),
     "finish": lambda tracker, _: tracker.finish("FINISHED"),
@@ -122,12 +148,16 @@ def contents(server: Server, name: str) -> dict[str, int]:
         "outputs": server.count(f"select count(*) from inputs where source_id in ({runs})"),
         "models": server.count(f"select count(*) from ({models})"),
         "ready": server.count(f"select count(*) from logged_models where status = 2 and model_id in ({models})"),
+        "of_models": server.count(f"select count(*) from logged_model_metrics where run_id in ({runs})"),
+        "versions": server.count(f"select count(*) from model_versions where name = '{name}'"),
         "finished": server.count(f"select count(*) from runs where status = 'FINISHED' and run_uuid in ({runs})"),
     }
 
 
-ONCE = dict.fromkeys(("experiments", "runs", "params", "datasets", "outputs", "models", "ready", "finished"), 1)
-ONCE["points"] = len(POINTS)
+ONCE = dict.fromkeys(
+    ("experiments", "runs", "params", "datasets", "outputs", "models", "ready", "finished", "versions"), 1
+)
+ONCE |= {"points": len(POINTS), "of_models": 3}
 
 
 def test_without_faults_everything_is_there_once(

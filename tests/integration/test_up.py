@@ -60,7 +60,7 @@ class Set:
         }  # fmt: skip
         self.seen: set[psutil.Process] = set()
         self.log = self.place / "log"
-        words = ["up", *self.options, *(["--detach"] if detach else [])]
+        words = ["up", *self.options, *(["--detach", "--runs", "0"] if detach else [])]
         for name, port in self.ports.items():
             words += [f"--{name}-port", str(port)]
         with self.log.open("wb") as log:
@@ -174,7 +174,7 @@ def test_everything_is_up_and_status_says_so(running: Set) -> None:
     found = running.status()
     assert found["problem"] is None
     assert {each["name"]: each["state"] for each in found["services"]} == dict.fromkeys(
-        ("prefect", "mlflow", "ray head", "ray node"), "up"
+        ("prefect", "mlflow", "ray head", "ray node", "runs"), "up"
     )
     assert all(each["memory_bytes"] > 2**24 and each["restarts"] == 0 for each in found["services"])
     (node,) = found["nodes"]
@@ -182,6 +182,10 @@ def test_everything_is_up_and_status_says_so(running: Set) -> None:
     assert found["workers"] == [] and "none yet" in running.grpo("status", *running.options).stdout
     assert ask(f"{prefect(running)}/health") is True
     assert f"export PREFECT_API_URL={prefect(running)}" in running.said
+    forms = {each["name"]: each for each in ask(f"{prefect(running)}/deployments/filter", limit=20)}
+    assert {"train", "evaluate", "retrain", "rerun-stage", "rescore", "sweep"} == forms.keys()
+    tracking = forms["train"]["parameters"]["config"]["tracking"]
+    assert tracking["uri"] == f"http://127.0.0.1:{running.ports['mlflow']}"
     token = running.place / "token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600 and str(token) in running.said
     assert token.read_text() not in running.said
@@ -200,6 +204,25 @@ def test_a_machine_with_another_token_is_refused_at_once(running: Set) -> None:
     done = running.grpo("worker", "--role", "rollout", "--address", address, env={"RAY_AUTH_TOKEN": "0" * 64})
     assert done.returncode == 2 and "refuses the token of this machine" in done.stderr
     assert time.monotonic() - began < 60
+
+
+def test_doctor_looks_at_all_of_it_and_says_what_is_wrong(running: Set) -> None:
+    where = [
+        "--store",
+        str(running.place / "store"),
+        "--mlflow",
+        f"http://127.0.0.1:{running.ports['mlflow']}",
+        "--json",
+    ]
+    here = {"PREFECT_API_URL": prefect(running)}
+    done = running.grpo("doctor", *where, env=here)
+    found = {each["check"]: each for each in json.loads(done.stdout)}
+    assert done.returncode == 0 and {each["state"] for each in found.values()} <= {"ok", "warning"}, found
+    assert found["prefect"]["found"].startswith(f"{prefect(running)}, version 3.7.")
+    assert "1 machines, 2 places for workers, 0 are warm" in found["ray"]["found"]
+    done = running.grpo("doctor", *where, env=here | {"RAY_AUTH_TOKEN": "0" * 64})
+    wrong = {each["check"]: each["found"] for each in json.loads(done.stdout) if each["state"] == "wrong"}
+    assert done.returncode == 1 and list(wrong) == ["ray"] and "refuses the token of this machine" in wrong["ray"]
 
 
 def test_killed_servers_are_back_with_what_they_knew(running: Set) -> None:

@@ -28,8 +28,8 @@ def test_help_loads_no_heavy_package() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "run", "resume", "show", "rollouts", "evaluate", "warm-start", "export", "doctor", "rerun", "rescore", "debug",
-        "up", "down", "worker", "status",
+        "run", "resume", "show", "rollouts", "compare", "evaluate", "warm-start", "export", "doctor", "rerun",
+        "rescore", "debug", "up", "down", "worker", "status",
     ],
 )  # fmt: skip
 def test_the_help_of_a_command_loads_no_heavy_package(command: str) -> None:

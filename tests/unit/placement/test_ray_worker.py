@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import grpo_lib.progress as progress_module
+from flows.cli.doctor_checks import differences
 from grpo_lib.config_files import make_config
 from grpo_lib.placement import local, ray_worker
 from grpo_lib.placement.calls import StageCall
@@ -42,6 +43,11 @@ def worker() -> Iterator[StageWorker]:
     logger.setLevel(level)
     progress_module.show_progress_on(sink)
     torch.set_num_threads(threads)
+
+
+def test_doctor_finds_nothing_in_a_worker_of_this_code_and_these_packages(worker: StageWorker) -> None:
+    status = WorkerStatus.model_validate_json(worker.status())
+    assert {"torch", "transformers"} <= status.versions.keys() and differences(status) == []
 
 
 def call(key: str, *, epoch: int | None = None, store: str = "store", plugins: dict[str, str] | None = None) -> str:

@@ -35,7 +35,13 @@ def _no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked(folder: Path, **changes: object) -> SetOptions:
     ports = {name: checks.free_port() for name in ("prefect_port", "mlflow_port", "ray_port")}
-    defaults = {"folder": folder, "host": "127.0.0.1", "dashboard_port": None, "workers": {"rollout": 2, "train": 1}}
+    defaults = {
+        "folder": folder,
+        "host": "127.0.0.1",
+        "dashboard_port": None,
+        "workers": {"rollout": 2, "train": 1},
+        "runs": 0,
+    }
     return SetOptions(**(defaults | ports | changes))
 
 

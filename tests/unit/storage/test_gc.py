@@ -215,9 +215,12 @@ def test_mlflow_is_asked_for_logged_models_and_registered_versions(tmp_path: Any
     experiment = client.create_experiment("e")
     for number in range(3):
         client.create_logged_model(experiment, name=f"m{number}", tags={"grpo.checkpoint": f"/store/runs/{number}"})
+    client.create_logged_model(experiment, name="another")
     client.create_registered_model("served")
     client.create_model_version("served", source="s3://bucket/runs/served")
-    assert places_in_use(uri) == {"/store/runs/0", "/store/runs/1", "/store/runs/2", "s3://bucket/runs/served"}
+    client.create_model_version("served", source="s3://elsewhere", tags={"grpo.checkpoint": "/store/runs/tagged"})
+    runs = {"/store/runs/0", "/store/runs/1", "/store/runs/2", "/store/runs/tagged"}
+    assert places_in_use(uri) == runs | {"s3://bucket/runs/served", "s3://elsewhere"}
 
 
 Action = tuple[str, int, int]

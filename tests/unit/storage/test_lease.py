@@ -16,7 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 
 from grpo_lib.errors import LeaseHeldError, LeaseLostError, StoreDownError
 from grpo_lib.storage.claims import Claim, newest_epoch, start_of, this_process
-from grpo_lib.storage.lease import Contest, Lease, Pace, check_lease, holding
+from grpo_lib.storage.lease import Contest, Lease, Pace, check_lease, holding, holding_in_turn
 from grpo_lib.storage.objects import ObjectStore
 from tests.memory_store import MemoryStore
 
@@ -252,6 +252,37 @@ def test_a_second_holder_is_refused_within_two_heartbeats(objects: ObjectStore) 
         assert time.monotonic() - began < QUICK.expiry
         time.sleep(QUICK.expiry + 0.5)
         check_lease(run)
+
+
+def test_one_who_waits_for_a_turn_gets_it_when_the_holder_is_done(local_store: ObjectStore) -> None:
+    run, events = run_of(local_store), []
+    busy = threading.Event()
+
+    def first() -> None:
+        with holding(run, me=elsewhere("one"), pace=QUICK):
+            busy.set()
+            time.sleep(0.6)
+            events.append("first is done")
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert busy.wait(10)
+    with holding_in_turn(run, 20, pace=QUICK) as lease:
+        events.append("second")
+        assert lease.epoch == 2
+    assert events == ["first is done", "second"]
+    thread.join()
+
+
+def test_one_who_waits_for_a_turn_gives_up_in_time_and_errors_of_its_own_pass_through(local_store: ObjectStore) -> None:
+    run = run_of(local_store)
+    with holding(run, me=elsewhere("one"), pace=QUICK):
+        began = time.monotonic()
+        with pytest.raises(LeaseHeldError, match="one-host"), holding_in_turn(run, 0.5, pace=QUICK):
+            pass
+        assert 0.4 < time.monotonic() - began < 5
+    with pytest.raises(LeaseHeldError, match="mine"), holding_in_turn(run, 20, pace=QUICK):
+        raise LeaseHeldError("mine")  # from inside: not waited for
 
 
 def test_a_holder_that_stands_still_loses_the_run_to_the_next(

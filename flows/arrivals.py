@@ -1,0 +1,53 @@
+"""Telling Prefect that prompt files arrived: an automation starts the retraining."""
+
+import uuid
+from collections.abc import Sequence
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.events import Event
+
+from grpo_lib.errors import RunError
+
+EVENT = "grpo.prompts.arrived"
+SHOWN = 100
+"""Paths that an event names."""
+
+_told: set[uuid.UUID] = set()
+
+
+def announce_arrivals(model: str, store: str, new: Sequence[tuple[str, str]]) -> bool:
+    """Sends the event for these files, once; its id follows from their content, so that Prefect counts it once too.
+
+    Args:
+        model: that is to be retrained.
+        store: its address.
+        new: path and sha256 of each file.
+
+    Returns:
+        False: this process has told of exactly these.
+
+    Raises:
+        RunError: Prefect did not take it.
+    """
+    digests = sorted(digest for _, digest in new)
+    which = uuid.uuid5(uuid.NAMESPACE_URL, "/".join(["grpo", store, model, *digests]))
+    if which in _told:
+        return False
+    event = Event(
+        event=EVENT,
+        resource={
+            "prefect.resource.id": f"grpo.retraining.{model}",
+            "prefect.resource.name": model,
+            "grpo.store": store,
+        },
+        payload={"model": model, "files": [path for path, _ in new][:SHOWN], "count": len(new)},
+        id=which,
+    )
+    try:
+        with get_client(sync_client=True) as client:
+            client.request("POST", "/events", json=[event.model_dump(mode="json")])
+    except httpx.HTTPError as error:
+        raise RunError(f"Prefect did not take the event {EVENT}: {error}; is PREFECT_API_URL right?") from error
+    _told.add(which)
+    return True

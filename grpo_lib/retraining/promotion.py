@@ -1,0 +1,156 @@
+"""Decisions, and what they do to MLflow's registered model: aliases, tags, notes.
+
+A decision is committed in the store first; then MLflow is told, which may be repeated. What a crash left untold is told
+before anything else is decided.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from grpo_lib.config_retrain import PromotionConfig
+from grpo_lib.errors import ConfigError, NotFoundError
+from grpo_lib.retraining.judgement import as_markdown
+from grpo_lib.retraining.ledger import Ledger, Round, now_ms, somebody
+from grpo_lib.retraining.records import Decision, Judged, Outcome, Plan
+from grpo_lib.storage import paths
+from grpo_lib.storage.claims import utc_now
+from grpo_lib.storage.lease import holding_in_turn
+from grpo_lib.tracking.registry import CHALLENGER, CHAMPION, Registry
+
+BEFORE = "grpo.champion.before"
+"""Tag of a promoted version: the champion that it took the place of."""
+ALIAS_SECONDS = 120.0
+"""So long one who moves the champion waits for another who does."""
+
+
+@contextmanager
+def moving_champion(ledger: Ledger, registry: Registry) -> Iterator[None]:
+    """One at a time; earlier decisions are told first."""
+    with holding_in_turn(ledger.alias, ALIAS_SECONDS):
+        for each in ledger.unapplied():
+            _apply(ledger, registry, each)
+        yield
+
+
+def conclude(
+    ledger: Ledger,
+    registry: Registry,
+    plan: Plan,
+    judged: Judged | None,
+    outcome: Outcome,
+    reasons: Sequence[str],
+    *,
+    by: str,
+    rule: PromotionConfig | None,
+) -> Decision:
+    """Decides a round. A promotion becomes ``superseded`` when the champion is not the one that it started from."""
+    with moving_champion(ledger, registry):
+        current = registry.aliases(plan.model).get(CHAMPION)
+        expected = None if plan.champion is None else plan.champion.version
+        if outcome == "promoted" and current != expected:
+            outcome = "superseded"
+            reasons = [f"the champion is now version {current}, the challenger started from {expected}", *reasons]
+        decision = Decision(
+            model=plan.model,
+            round=plan.round,
+            outcome=outcome,
+            version=None if judged is None else judged.version,
+            before=current,
+            reasons=list(reasons),
+            rule=None if rule is None else rule.model_dump(mode="json"),
+            by=by,
+            at=utc_now(),
+            at_ms=now_ms(),
+        )
+        decision = ledger.create(plan.round, "decision.json", decision)
+        for each in ledger.unapplied():
+            _apply(ledger, registry, each)
+    return decision
+
+
+def roll_back(ledger: Ledger, registry: Registry, version: str | None, reason: str) -> Decision:
+    """Makes an earlier version the champion; it takes part in no round, and waits for none.
+
+    Args:
+        version: None: the one whose place the champion took.
+
+    Raises:
+        NotFoundError: there is no champion, no such version, or none before it.
+        ConfigError: it is the champion already.
+    """
+    model = ledger.model
+    with moving_champion(ledger, registry):
+        tags, current = registry.tags(model), registry.aliases(model).get(CHAMPION)
+        if current is None:
+            known = f"it has versions {', '.join(tags)}" if tags else "it has no versions"
+            raise NotFoundError(f"model {model!r} has no champion to roll back; {known}")
+        target = version or tags[current].get(BEFORE)
+        if target is None:
+            raise NotFoundError(
+                f"version {current} of model {model!r} took no champion's place; name one with --to: {', '.join(tags)}"
+            )
+        if target not in tags:
+            raise NotFoundError(f"model {model!r} has no version {target}; it has {', '.join(tags)}")
+        if target == current:
+            raise ConfigError(f"version {target} is the champion of model {model!r} already; name another with --to")
+        number = ledger.next_number()
+        decision = Decision(
+            model=model,
+            round=number,
+            outcome="rolled back",
+            version=target,
+            before=current,
+            reasons=[reason] if reason else [],
+            rule=None,
+            by=somebody(),
+            at=utc_now(),
+            at_ms=now_ms(),
+        )
+        decision = ledger.create(number, "decision.json", decision)
+        for each in ledger.unapplied():
+            _apply(ledger, registry, each)
+    return decision
+
+
+def _apply(ledger: Ledger, registry: Registry, decided: Round) -> None:
+    """Tells MLflow; to be repeated until it is marked as done."""
+    decision = decided.decision
+    assert decision is not None
+    model, version = decision.model, decision.version
+    record = ledger.objects.location(paths.round_file(model, decision.round, "decision.json"))
+    if decision.outcome == "rolled back":
+        assert version is not None
+        assert decision.before is not None
+        registry.set_alias(model, CHAMPION, version)
+        registry.tag(model, decision.before, _tags(decision) | {"grpo.record": record})
+    elif version is not None:
+        if decision.outcome == "promoted":
+            if decision.before is not None:
+                registry.tag(model, version, {BEFORE: decision.before})
+            registry.set_alias(model, CHAMPION, version)
+        registry.remove_alias(model, CHALLENGER, version)
+        registry.tag(model, version, _tags(decision) | {"grpo.record": record})
+        registry.describe(model, version, _note(decided, record))
+    ledger.mark_applied(decision.round, somebody(), utc_now())
+
+
+def _tags(decision: Decision) -> dict[str, str]:
+    return {
+        "grpo.decision": decision.outcome,
+        "grpo.decision.reasons": "; ".join(decision.reasons),
+        "grpo.decision.by": decision.by,
+        "grpo.decision.at": decision.at,
+        "grpo.decision.round": str(decision.round),
+    }
+
+
+def _note(decided: Round, record: str) -> str:
+    """What a version's page says."""
+    decision, judged, plan = decided.decision, decided.judged, decided.plan
+    assert decision is not None
+    lines = [f"**{decision.outcome}** in round {decision.round} by {decision.by}, {decision.at}", ""]
+    lines += [f"- {each}" for each in decision.reasons]
+    if plan is not None and judged is not None:
+        lines += [f"- policy {judged.policy_version} of run `{plan.run}`", f"- record: `{record}`", ""]
+        lines.append(as_markdown(judged.comparison))
+    return "\n".join(lines)
