@@ -9,9 +9,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, Literal
 from uuid import UUID
@@ -33,6 +34,7 @@ from grpo_lib.parent import end_with_parent
 from grpo_lib.preflight import check_surroundings
 from grpo_lib.progress import progress
 from grpo_lib.run import Run, differences, stored_json
+from grpo_lib.storage.lease import Held, holding
 from grpo_lib.storage.paths import sweep_file, trial_file
 from grpo_lib.sweeps import Curve, SweepConfig, Trial, is_hopeless, preflight_of, shown, trials
 from grpo_lib.tracking.chart import charts, data_uri
@@ -52,8 +54,8 @@ CURVES = {
     "reward": ("reward", "mean"),
 }
 
-_processes: set["subprocess.Popen[bytes]"] = set()
-"""Runs that go on."""
+_ended: ContextVar[threading.Event] = ContextVar("_ended")
+"""Set when the sweep of this context is cancelled or interrupted: its runs are stopped."""
 
 Outcome = Literal["done", "stopped", "failed"]
 
@@ -104,12 +106,13 @@ def sweep(config: RunConfig, sweep: SweepConfig) -> SweepReport:
     objects = Run(asked[0].config).objects
     _open(config, sweep, asked)
     tracker = SweepTracker(config, sweep, objects.uri)
-    tracker.begin()
-    try:
-        reports = _every(asked, sweep)
-    except BaseException:
-        tracker.end([], None, None, "FAILED")
-        raise
+    with holding(Held(objects=objects, name=f"sweep:{sweep.name}")):
+        tracker.begin()
+        try:
+            reports = _every(asked, sweep)
+        except BaseException:
+            tracker.end([], None, None, "FAILED")
+            raise
     reports = sorted(reports, key=lambda each: (each.outcome != "done", each.value is None, -(each.value or 0.0)))
     best = next((each for each in reports if each.outcome == "done" and each.value is not None), None)
     result = SweepReport(
@@ -157,6 +160,8 @@ def _open(config: RunConfig, sweep: SweepConfig, asked: list[Trial]) -> None:
 def _every(asked: list[Trial], sweep: SweepConfig) -> list[TrialReport]:
     """Runs all, so many at a time, in the order given."""
     names, done = [each.name for each in asked], 0
+    ended = threading.Event()
+    _ended.set(ended)
     with ThreadPoolExecutor(sweep.parallel, thread_name_prefix="trial") as pool:
         futures = [
             pool.submit(copy_context().run, trial.with_options(task_run_name=each.name), each, sweep, names)
@@ -169,9 +174,8 @@ def _every(asked: list[Trial], sweep: SweepConfig) -> list[TrialReport]:
                 done += 1
                 progress().stage_advanced("runs", None, done, len(asked), 0)
         except BaseException:  # cancelled or interrupted: runs that go on are stopped, and can be resumed
+            ended.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(_processes):
-                process.terminate()
             raise
     return reports
 
@@ -207,14 +211,11 @@ def _train(asked: Trial, sweep: SweepConfig, names: list[str]) -> tuple[Outcome,
         env=os.environ | get_current_settings().to_environment_variables(exclude_unset=True),
         preexec_fn=partial(end_with_parent, signal.SIGTERM),
     )  # fmt: skip
-    _processes.add(process)
     try:
         reason = _watch(process, asked, sweep, names)
     except BaseException:
         _stop(process)
         raise
-    finally:
-        _processes.discard(process)
     if reason is not None:
         _stop(process)
         with get_client(sync_client=True) as client:
@@ -248,6 +249,8 @@ def _watch(process: "subprocess.Popen[bytes]", asked: Trial, sweep: SweepConfig,
             return None
         except subprocess.TimeoutExpired:
             pass
+        if _ended.get().is_set():
+            raise RunError(f"the sweep was ended; {asked.name} goes on when it is started again")
         if sweep.hopeless_after is None:
             continue
         own = _curve(run, sweep)
@@ -308,7 +311,7 @@ def _page(result: SweepReport, runs: list[Run]) -> str:
         lines[each.run] = [(float(k), value) for k, value in zip(iterations, values, strict=True)]
     text = [f"# Sweep {plain(result.sweep)}"]
     if result.best is not None:
-        first = result.runs[0]
+        first = next(each for each in result.runs if each.run == result.best)
         text.append(
             f"Best: {code(first.run)} with {first.value:.4f} ± {first.error or 0.0:.4f} {plain(result.metric)}: "
             + code(shown(first.settings))

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from grpo_lib.config import StoreConfig
 from grpo_lib.config_files import make_config
@@ -12,23 +11,11 @@ from grpo_lib.run import run_names, stored_values
 from grpo_lib.storage import paths
 from grpo_lib.storage.claims import Beat, is_gone, newest_epoch, parsed, read_claim, read_if_there
 from grpo_lib.storage.gc import Garbage, Rules, garbage, remove
-from grpo_lib.storage.lease import holding
+from grpo_lib.storage.lease import Held, holding
 from grpo_lib.storage.objects import ObjectStore, open_store
 
 QUIET_SECONDS = 600
 """A lease without a heartbeat for so long is no reason to spare a run; to remove something it is taken all the same."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """A run, whether its description is there or not."""
-
-    objects: ObjectStore
-    name: str
-
-    @property
-    def place(self) -> str:
-        return self.objects.location(paths.run_folder(self.name))
 
 
 def find_garbage(
@@ -70,7 +57,7 @@ def remove_garbage(store: StoreConfig, things: Iterable[Garbage], removed: Calla
             free.append(thing)
     for run, attempts in by_run.items():
         try:
-            with holding(Held(objects, run)):
+            with holding(Held(objects=objects, name=run)):
                 remove(objects, attempts, removed)
         except LeaseHeldError as error:
             left.append(str(error))

@@ -7,11 +7,14 @@ import sys
 import tempfile
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flows.cli.training import Json
+
+if TYPE_CHECKING:
+    from flows.cli.forms import Form
 
 WITH_CONFIG = ("train", "sweep")
 """Deployments whose form has a field ``config``."""
@@ -50,7 +53,7 @@ def deploy(
 
     A worker of the pool carries them out: `prefect worker start --pool grpo`, or `grpo serve`, which does both.
     """
-    made = put(_values(config, overrides), _retraining(retrain), pool, kind, directory, file)
+    made = put(config, overrides or [], retrain, pool, kind, directory, file)
     if as_json:
         typer.echo(json.dumps(made))
         return
@@ -71,8 +74,10 @@ def serve(
 
     What was started on Prefect's pages is cancelled there too: its stages stop, on workers as well.
     """
-    made = put(_values(config, overrides), _retraining(retrain), pool, "process", None, file)
-    _limit(pool, limit)
+    from flows.cli.forms import limit_pool
+
+    made = put(config, overrides or [], retrain, pool, "process", None, file)
+    limit_pool(pool, limit)
     names = ", ".join(each["name"].partition("/")[2] for each in made)
     typer.echo(f"serving {names} at {_server()}; Ctrl-C ends it")
     sys.stdout.flush()
@@ -82,8 +87,9 @@ def serve(
 
 
 def put(
-    values: dict[str, Any] | None,
-    retraining: dict[str, Any] | None,
+    config: Path | None,
+    overrides: list[str],
+    retrain: Path | None,
     pool: str,
     kind: str,
     directory: str | None,
@@ -91,19 +97,27 @@ def put(
 ) -> list[dict[str, str]]:
     """Makes or updates the deployments, and returns their names and pages.
 
+    What is not given stays as it is on the server: values of forms, schedules, whether events start a retraining.
+
     Args:
-        values: settings that fill the forms of training; None: those of the demo.
-        retraining: settings that fill the form of retraining; None: it stays empty, and events don't start it.
+        config: settings that fill the forms of training; None: those that they have, in new ones the demo's.
+        overrides: settings over it.
+        retrain: settings that fill the form of retraining; None: those that it has, and events don't start a new one.
 
     Raises:
         ConfigError: no server, or Prefect refuses; the message is Prefect's.
     """
+    from flows.cli.forms import fill_form, has_pool, read_forms
     from grpo_lib.errors import ConfigError
 
     server = _server()
     own = Path(str(files("deployments") / "prefect.yaml"))
     plan = _plan(file or own)
-    names = _fill(plan, values or _demo(), retraining)
+    names = [each["name"] for each in plan["deployments"]]
+    there = read_forms(names, pool)
+    _fill(plan, there, config, overrides, _retraining(retrain))
+    if file is None:
+        _keep(plan, there, listen=retrain is not None)
     with tempfile.TemporaryDirectory() as folder:
         filled = Path(folder) / "prefect.yaml"
         filled.write_text(json.dumps(plan), encoding="utf-8")  # JSON is YAML
@@ -113,13 +127,16 @@ def put(
             "GRPO_DIRECTORY": directory or str(Path.cwd()),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         }
-        if not _has_pool(pool):
+        if not has_pool(pool):
             _prefect(["work-pool", "create", pool, "--type", kind], environment, may_fail="already exists")
         _prefect(["--no-prompt", "deploy", "--all", "--prefect-file", str(filled)], environment)
-    missing = [name for name in names if name not in (found := _deployed(names, pool))]
-    if missing:
+    made = read_forms(names, pool)
+    if missing := [name for name in names if name not in made]:
         raise ConfigError(f"{file or own}: Prefect did not make {', '.join(missing)}; `prefect deploy` says why")
-    return [{"name": found[name][0], "url": f"{server}/deployments/deployment/{found[name][1]}"} for name in names]
+    for each in plan["deployments"]:
+        if each["parameters"] != made[each["name"]].parameters:
+            fill_form(made[each["name"]], each["parameters"])
+    return [{"name": made[name].label, "url": f"{server}/deployments/deployment/{made[name].id}"} for name in names]
 
 
 def code_version() -> str:
@@ -154,14 +171,27 @@ def _server() -> str:
     return address.rstrip("/").removesuffix("/api")
 
 
-def _values(config: Path | None, overrides: list[str] | None) -> dict[str, Any] | None:
+def _values(kept: dict[str, Any] | None, config: Path | None, overrides: list[str]) -> dict[str, Any]:
+    """Settings of a training: those of a file, else those that the form has, else the demo's; and what is set over."""
     from grpo_lib.config_files import load_config, make_config
+    from grpo_lib.errors import ConfigError
 
-    if config is None:
-        return None
-    if "=" in str(config) and not config.exists():  # no file, but a first override of the demo's settings
-        return _given(make_config(_demo(), [str(config), *(overrides or [])]))
-    return _given(load_config(config, overrides or []))
+    if config is not None and not _is_setting(config):
+        return _given(load_config(config, overrides))
+    settings = overrides if config is None else [str(config), *overrides]
+    try:
+        return _given(make_config(_demo() if kept is None else kept, settings))
+    except ConfigError as error:
+        if kept is None:
+            raise
+        raise ConfigError(
+            f"a form on the server has other settings: {error}. Mend it, or give a configuration"
+        ) from None
+
+
+def _is_setting(config: Path) -> bool:
+    """No file, but the first of the settings."""
+    return "=" in str(config) and not config.exists()
 
 
 def _retraining(file: Path | None) -> dict[str, Any] | None:
@@ -195,20 +225,40 @@ def _plan(file: Path) -> dict[str, Any]:
     return plan
 
 
-def _fill(plan: dict[str, Any], values: dict[str, Any], retraining: dict[str, Any] | None) -> list[str]:
-    """Puts settings into the forms that have none of their own; returns the names of the deployments."""
+def _fill(
+    plan: dict[str, Any],
+    there: dict[str, "Form"],
+    config: Path | None,
+    overrides: list[str],
+    retraining: dict[str, Any] | None,
+) -> None:
+    """Puts settings into the forms that have none of their own in prefect.yaml."""
+    kept = {name: form.parameters for name, form in there.items()}
+    trained = kept.get("train", {}).get("config")
+    store = _values(trained, config, overrides).get("store")
+    moved = trained is None or store != trained.get("store")
     for each in plan["deployments"]:
-        parameters = each.get("parameters") or {}
-        if each["name"] in WITH_CONFIG:
-            parameters = {"config": values} | parameters
-        elif each["name"] in WITH_STORE and "store" in values:
-            parameters = {"store": values["store"]} | parameters
-        elif each["name"] == RETRAIN and retraining is not None:
-            parameters = {"config": retraining} | parameters
-        elif each["name"] == RETRAIN and "config" not in parameters:
+        name, parameters = each["name"], kept.get(each["name"], {})
+        if name in WITH_CONFIG:
+            parameters = parameters | {"config": _values(parameters.get("config"), config, overrides)}
+        elif name in WITH_STORE and store is not None and (moved or "store" not in parameters):
+            parameters = parameters | {"store": store}
+        elif name == RETRAIN and retraining is not None:
+            parameters = parameters | {"config": retraining}
+        each["parameters"] = parameters | (each.get("parameters") or {})
+        if name == RETRAIN and "config" not in each["parameters"]:
             each.pop("triggers", None)
-        each["parameters"] = parameters
-    return [each["name"] for each in plan["deployments"]]
+
+
+def _keep(plan: dict[str, Any], there: dict[str, "Form"], *, listen: bool) -> None:
+    """What people have set on the server's pages stays: schedules, and whether events start a retraining."""
+    for each in plan["deployments"]:
+        form = there.get(each["name"])
+        if form is None:
+            continue
+        each["schedules"] = form.schedules
+        if each.get("triggers") and not listen:
+            each["triggers"] = [one | {"enabled": form.enabled} for one in each["triggers"] if form.enabled is not None]
 
 
 def _prefect(words: list[str], environment: dict[str, str], may_fail: str | None = None) -> None:
@@ -220,37 +270,3 @@ def _prefect(words: list[str], environment: dict[str, str], may_fail: str | None
     said = " ".join(f"{done.stdout} {done.stderr}".split())
     if done.returncode and (may_fail is None or may_fail not in said):
         raise ConfigError(f"`prefect {' '.join(words[:3])}` failed: {said[-1000:]}")
-
-
-def _has_pool(name: str) -> bool:
-    from prefect.client.orchestration import get_client
-    from prefect.exceptions import ObjectNotFound
-
-    with get_client(sync_client=True) as client:
-        try:
-            client.read_work_pool(name)
-        except ObjectNotFound:
-            return False
-    return True
-
-
-def _limit(pool: str, runs: int) -> None:
-    """By the server: a worker with a limit of its own dies of a run that is retried before its process has ended."""
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.actions import WorkPoolUpdate
-
-    with get_client(sync_client=True) as client:
-        client.update_work_pool(pool, WorkPoolUpdate(concurrency_limit=runs))
-
-
-def _deployed(names: list[str], pool: str) -> dict[str, tuple[str, str]]:
-    """Of deployments by name: FLOW/NAME and id."""
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
-
-    with get_client(sync_client=True) as client:
-        wanted = DeploymentFilter(name=DeploymentFilterName(any_=names))
-        found = client.read_deployments(deployment_filter=wanted)
-        found = [each for each in found if each.work_pool_name == pool]  # others may have such names
-        flows = {each.flow_id: client.read_flow(each.flow_id).name for each in found}
-    return {each.name: (f"{flows[each.flow_id]}/{each.name}", str(each.id)) for each in found}

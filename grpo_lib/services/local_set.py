@@ -129,7 +129,7 @@ def _runs(options: SetOptions) -> Service:
     """Puts the deployments on Prefect's server, and carries out in the folder of this process what is started there."""
     settings = [
         f"tracking.uri={options.mlflow_url}",
-        *(["placement.kind=ray"] if any(options.workers.values()) else []),
+        f"placement.kind={'ray' if all(options.workers.get(role) for role in ('rollout', 'train')) else 'local'}",
     ]
     return Service(
         name="runs", address=options.prefect_url,

@@ -59,6 +59,18 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Held:
+    """A place by its name alone: a run without a description, or, with a colon in the name, something that is none."""
+
+    objects: ObjectStore
+    name: str
+
+    @property
+    def place(self) -> str:
+        return self.objects.location(paths.run_folder(self.name))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pace:
     """Seconds."""
 

@@ -97,10 +97,16 @@ def committed(store: Path) -> dict[str, tuple[str, str]]:
     return {each.path: (each.manifest_sha256, each.digest) for each in manifests}
 
 
+def attempts(store: Path) -> dict[str, list[str]]:
+    """Path of every manifest -> names of the attempts at its stage, those that did not commit included."""
+    folders = {path: (store / path).parent for path in committed(store)}
+    return {path: sorted(each.name for each in folder.iterdir() if each.is_dir()) for path, folder in folders.items()}
+
+
 def crash_and_resume(folder: Path, point: str) -> dict[str, object]:
     store = folder / point.replace(":", "-")
     killed = in_child(store, point)
-    before = committed(store)
+    before, started = committed(store), attempts(store)
     resumed = None
     if point != "none":
         resumed = in_child(store, "none")
@@ -113,6 +119,8 @@ def crash_and_resume(folder: Path, point: str) -> dict[str, object]:
         "resumed_exit": None if resumed is None else os.waitstatus_to_exitcode(resumed),
         "before": before,
         "after": after,
+        "attempts_before": started,
+        "attempts_after": attempts(store),
     }
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 import flows.sweep
 from flows.sweep import sweep
 from grpo_lib.config_files import make_config
-from grpo_lib.errors import ConfigError, RunError
+from grpo_lib.errors import ConfigError, LeaseHeldError, RunError
 from grpo_lib.run import run_names
 from grpo_lib.storage.objects import open_store
 from grpo_lib.sweeps import SweepConfig
@@ -123,3 +124,42 @@ def test_a_sweep_stops_the_hopeless_makes_the_killed_again_and_names_the_best(
         sweep(make_config(base.model_dump(mode="json"), ["trainer.epochs=2"]), plan)
     with pytest.raises(ConfigError, match=r"exists with other settings .metric: reward -> greedy_accuracy"):
         sweep(base, plan.model_copy(update={"metric": "greedy_accuracy"}))
+
+
+def trials_now() -> list[int]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "flows.trial" in process.cmdline():
+                found.append(process.pid)
+    return found
+
+
+def test_an_interrupted_sweep_ends_its_runs_and_nobody_else_may_work_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flows.sweep, "LOOK_SECONDS", 0.2)
+    base = make_config(TINY | {"store": {"uri": str(tmp_path / "store")}}, ["iterations=2000"])
+    plan = SweepConfig(name="long", grid={"rollout.max_new_tokens": [12, 11, 10]}, metric="reward", parallel=2)
+    seen: list[object] = []
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 200
+        while len(trials_now()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        seen.append(len(trials_now()))
+        try:
+            sweep(base, plan)
+        except LeaseHeldError as error:
+            seen.append(str(error))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    other = threading.Thread(target=copy_context().run, args=(interrupt,))
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        sweep(base, plan)
+    other.join()
+    assert seen[0] == 2 and "sweep:long" in str(seen[1])
+    assert trials_now() == []
+    assert started("long-02") == [], "it was started after the end"
+    assert not list(open_store(base.store).list("sweeps/long/long-"))

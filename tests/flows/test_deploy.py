@@ -1,0 +1,86 @@
+"""Deployments on Prefect's server: forms are filled literally, and what people set there outlives the next deploy."""
+
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.schedules import CronSchedule
+
+from flows.cli.deploy import put
+from flows.cli.forms import Form, read_forms
+from grpo_lib.errors import ConfigError
+
+POOL = "forms"
+TEMPLATE = "{{ prompt }} costs {{ $HOME }}"
+RETRAIN = """
+model: kept
+train:
+  data: {problem: files, train: [inbox]}
+  reward: {functions: [{name: exact_match}]}
+  model: {path: start}
+  warm_start: null
+"""
+
+
+@pytest.fixture
+def client(prefect_server: dict[str, str], prefect_here: str, monkeypatch: pytest.MonkeyPatch) -> SyncPrefectClient:
+    for name, value in prefect_server.items():
+        monkeypatch.setenv(name, value)
+    return get_client(sync_client=True)
+
+
+def deployed(*settings: str, config: Path | None = None, retrain: Path | None = None) -> dict[str, Form]:
+    first = Path(settings[0]) if config is None and settings else config
+    rest = list(settings if config is not None else settings[1:])
+    names = {each["name"].partition("/")[2] for each in put(first, rest, retrain, POOL, "process", None, None)}
+    assert names == {"train", "evaluate", "retrain", "rerun-stage", "rescore", "sweep"}
+    return read_forms(names, POOL)
+
+
+def test_what_people_set_on_the_server_outlives_the_next_deploy(client: SyncPrefectClient, tmp_path: Path) -> None:
+    forms = deployed()
+    assert forms["train"].parameters["config"]["name"] == "demo"
+    assert forms["train"].parameters == forms["sweep"].parameters
+    assert forms["retrain"].parameters == {} and forms["retrain"].enabled is None, "nothing is told of prompts for it"
+    assert [each["active"] for each in forms["retrain"].schedules] == [False]
+
+    changed = forms["train"].parameters["config"] | {"name": "mine", "iterations": 7}
+    client.update_deployment(forms["train"].id, DeploymentUpdate(parameters={"config": changed}))
+    client.update_deployment(forms["evaluate"].id, DeploymentUpdate(parameters={"store": {"uri": "s3://other/place"}}))
+    (schedule,) = client.read_deployment_schedules(forms["retrain"].id)
+    weekly = CronSchedule(cron="0 6 * * 1", timezone="Europe/Berlin")
+    client.update_deployment_schedule(forms["retrain"].id, schedule.id, active=True, schedule=weekly)
+    client.create_deployment_schedules(forms["train"].id, [(CronSchedule(cron="5 4 * * *"), True)])
+    retrain = tmp_path / "retrain.yaml"
+    retrain.write_text(RETRAIN)
+
+    forms = deployed("iterations=9", retrain=retrain)
+    assert forms["train"].parameters["config"] == changed | {"iterations": 9}
+    assert forms["sweep"].parameters["config"]["name"] == "demo"
+    assert forms["evaluate"].parameters["store"] == {"uri": "s3://other/place"}
+    assert forms["retrain"].parameters["config"]["model"] == "kept" and forms["retrain"].enabled is True
+    (kept,) = forms["retrain"].schedules
+    assert kept["cron"] == "0 6 * * 1" and kept["timezone"] == "Europe/Berlin" and kept["active"] is True
+    assert [each["cron"] for each in forms["train"].schedules] == ["5 4 * * *"]
+    (trigger,) = client.read_resource_related_automations(f"prefect.deployment.{forms['retrain'].id}")
+    assert trigger.trigger.match.root == {"prefect.resource.id": "grpo.retraining.kept"}  # type: ignore[union-attr]
+
+    client.pause_automation(trigger.id)
+    config = tmp_path / "run.yaml"
+    config.write_text(f"name: other\ntracking: {{experiment: '{TEMPLATE}'}}\n")
+    again = deployed(config=config)
+    assert again["train"].parameters["config"] == {"name": "other", "tracking": {"experiment": TEMPLATE}}
+    assert again["sweep"].parameters == again["train"].parameters
+    assert again["retrain"] == Form(
+        id=forms["retrain"].id,
+        label="retrain/retrain",
+        parameters=forms["retrain"].parameters,
+        schedules=forms["retrain"].schedules,
+        enabled=False,
+    )
+
+    broken = {"config": {"name": "mine", "iterations": -1}}
+    client.update_deployment(forms["train"].id, DeploymentUpdate(parameters=broken))
+    with pytest.raises(ConfigError, match=r"a form on the server: .*iterations.*Mend it there"):
+        deployed()
