@@ -21,6 +21,7 @@ WITH_CONFIG = ("train", "sweep")
 WITH_STORE = ("evaluate", "rerun-stage", "rescore")
 """Deployments that look for runs in a store."""
 RETRAIN = "retrain"
+ARRIVED = "grpo.prompts.arrived"
 POLL_SECONDS = "2"
 """Between a served worker's looks for new runs; Prefect's own 10 are for many workers."""
 
@@ -246,8 +247,8 @@ def _fill(
         elif name == RETRAIN and retraining is not None:
             parameters = parameters | {"config": retraining}
         each["parameters"] = parameters | (each.get("parameters") or {})
-        if name == RETRAIN and "config" not in each["parameters"]:
-            each.pop("triggers", None)
+        if name == RETRAIN:
+            _listen(each, each["parameters"].get("config"))
 
 
 def _keep(plan: dict[str, Any], there: dict[str, "Form"], *, listen: bool) -> None:
@@ -259,6 +260,14 @@ def _keep(plan: dict[str, Any], there: dict[str, "Form"], *, listen: bool) -> No
         each["schedules"] = form.schedules
         if each.get("triggers") and not listen:
             each["triggers"] = [one | {"enabled": form.enabled} for one in each["triggers"] if form.enabled is not None]
+
+
+def _listen(deployment: dict[str, Any], retraining: dict[str, Any] | None) -> None:
+    """To the arrivals of its own model; without one to none."""
+    triggers = deployment.pop("triggers", None)
+    if retraining is not None and triggers:
+        mine = {"match": {"prefect.resource.id": f"grpo.retraining.{retraining['model']}"}}
+        deployment["triggers"] = [each | mine if each.get("expect") == [ARRIVED] else each for each in triggers]
 
 
 def _prefect(words: list[str], environment: dict[str, str], may_fail: str | None = None) -> None:

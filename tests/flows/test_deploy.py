@@ -40,7 +40,7 @@ def deployed(*settings: str, config: Path | None = None, retrain: Path | None = 
 
 def test_what_people_set_on_the_server_outlives_the_next_deploy(client: SyncPrefectClient, tmp_path: Path) -> None:
     forms = deployed()
-    assert forms["train"].parameters["config"]["name"] == "demo"
+    assert forms["train"].parameters["config"]["data"]["problem"] == "countdown"
     assert forms["train"].parameters == forms["sweep"].parameters
     assert forms["retrain"].parameters == {} and forms["retrain"].enabled is None, "nothing is told of prompts for it"
     assert [each["active"] for each in forms["retrain"].schedules] == [False]
@@ -57,7 +57,7 @@ def test_what_people_set_on_the_server_outlives_the_next_deploy(client: SyncPref
 
     forms = deployed("iterations=9", retrain=retrain)
     assert forms["train"].parameters["config"] == changed | {"iterations": 9}
-    assert forms["sweep"].parameters["config"]["name"] == "demo"
+    assert forms["sweep"].parameters["config"]["name"] is None
     assert forms["evaluate"].parameters["store"] == {"uri": "s3://other/place"}
     assert forms["retrain"].parameters["config"]["model"] == "kept" and forms["retrain"].enabled is True
     (kept,) = forms["retrain"].schedules
