@@ -1,6 +1,5 @@
 """Flows in processes of their own that start within a second: each is forked from one that has imported everything."""
 
-import ctypes
 import importlib
 import multiprocessing
 import os
@@ -9,7 +8,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+from grpo_lib.parent import end_with_parent
+
 PRELOADED = [
     "flows.train",
     "flows.warm_start",
@@ -67,7 +67,7 @@ def _run(flow: str, values: dict[str, Any], log: str) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     import tasks.reward
     from grpo_lib.config_files import make_config
     from grpo_lib.config_retrain import RetrainConfig

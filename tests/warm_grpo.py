@@ -5,7 +5,6 @@ entry point, in a process of its own with the caller's arguments, folder, enviro
 caller.
 """
 
-import ctypes
 import json
 import os
 import select
@@ -18,6 +17,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from grpo_lib.parent import end_with_parent
 
 HEAVY = ("flows.cli.main", "flows.cli.console", "flows.train", "flows.rerun", "flows.evaluate", "flows.export",
          "flows.debug", "grpo_lib.rewards.rescore", "mlflow.store.tracking.sqlalchemy_store", "matplotlib.pyplot",
@@ -32,7 +33,6 @@ with socket.socket(socket.AF_UNIX) as server:
     sys.exit(int(server.recv(16)))
 """
 READY = b"ready\n"
-PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def warm_grpo(environment: dict[str, str]) -> Iterator[str]:
 
 
 def serve(address: str) -> None:
-    end_with_parent()
+    end_with_parent(signal.SIGKILL)
     for module in HEAVY:
         __import__(module)
     server = socket.socket(socket.AF_UNIX)
@@ -68,7 +68,7 @@ def serve(address: str) -> None:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             server.close()
-            end_with_parent()
+            end_with_parent(signal.SIGKILL)
             answer(caller)
         caller.close()
 
@@ -83,7 +83,7 @@ def answer(caller: socket.socket) -> None:
     child = os.fork()
     if child == 0:
         caller.close()
-        end_with_parent()
+        end_with_parent(signal.SIGKILL)
         run(words, folder, environment, files)
     watch = os.pidfd_open(child)
     if caller in select.select([caller, watch], [], [])[0]:
@@ -116,10 +116,6 @@ def run(words: list[str], folder: str, environment: dict[str, str], files: list[
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)
-
-
-def end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -141,8 +141,14 @@ def put(
 
 
 def code_version() -> str:
-    """The git commit of the code, with + if files differ from it; of an installed package its version."""
+    """The git commit of the code, with + if files differ from it; of an image without one and of a package its version.
+
+    An image is told by GRPO_COMMIT what it was built from.
+    """
     from importlib.metadata import version
+
+    if told := os.environ.get("GRPO_COMMIT"):
+        return told
 
     def git(*words: str) -> str:
         folder = Path(__file__).parents[2]

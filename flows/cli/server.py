@@ -5,7 +5,6 @@ with the command, however that ends.
 """
 
 import atexit
-import ctypes
 import os
 import signal
 import socket
@@ -16,13 +15,14 @@ import time
 import tomllib
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from grpo_lib.errors import RunError
+from grpo_lib.parent import end_with_parent
 
 START_SECONDS = 120.0
-PR_SET_PDEATHSIG = 1
 EMBEDDED = "GRPO_EMBEDDED_PREFECT"
 """In the environment: the server ends with this process, and has no pages."""
 
@@ -75,12 +75,9 @@ def _start(address: str, log: int) -> "subprocess.Popen[bytes]":
     command += ["--host", "127.0.0.1", "--port", port, "--log-level", "error", "--lifespan", "on"]
     # The flags with which Prefect starts its own temporary server: no user interface, no schedulers.
     flags = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
-    return subprocess.Popen(command, env=os.environ | flags, stdout=log, stderr=log, preexec_fn=_end_with_parent)
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    return subprocess.Popen(command, env=os.environ | flags, stdout=log, stderr=log,
+        preexec_fn=partial(end_with_parent, signal.SIGTERM),
+    )  # fmt: skip
 
 
 def _wait(server: "subprocess.Popen[bytes]", address: str, log: IO[bytes]) -> None:

@@ -13,14 +13,7 @@ from grpo_lib.errors import ConfigError
 
 POOL = "forms"
 TEMPLATE = "{{ prompt }} costs {{ $HOME }}"
-RETRAIN = """
-model: kept
-train:
-  data: {problem: files, train: [inbox]}
-  reward: {functions: [{name: exact_match}]}
-  model: {path: start}
-  warm_start: null
-"""
+RETRAIN = Path(__file__).parents[2] / "deployments" / "configs" / "retrain.yaml"
 
 
 @pytest.fixture
@@ -52,25 +45,26 @@ def test_what_people_set_on_the_server_outlives_the_next_deploy(client: SyncPref
     weekly = CronSchedule(cron="0 6 * * 1", timezone="Europe/Berlin")
     client.update_deployment_schedule(forms["retrain"].id, schedule.id, active=True, schedule=weekly)
     client.create_deployment_schedules(forms["train"].id, [(CronSchedule(cron="5 4 * * *"), True)])
-    retrain = tmp_path / "retrain.yaml"
-    retrain.write_text(RETRAIN)
 
-    forms = deployed("iterations=9", retrain=retrain)
+    forms = deployed("iterations=9", retrain=RETRAIN)
     assert forms["train"].parameters["config"] == changed | {"iterations": 9}
     assert forms["sweep"].parameters["config"]["name"] is None
     assert forms["evaluate"].parameters["store"] == {"uri": "s3://other/place"}
-    assert forms["retrain"].parameters["config"]["model"] == "kept" and forms["retrain"].enabled is True
+    assert forms["retrain"].parameters["config"]["model"] == "expressions" and forms["retrain"].enabled is True
     (kept,) = forms["retrain"].schedules
     assert kept["cron"] == "0 6 * * 1" and kept["timezone"] == "Europe/Berlin" and kept["active"] is True
     assert [each["cron"] for each in forms["train"].schedules] == ["5 4 * * *"]
     (trigger,) = client.read_resource_related_automations(f"prefect.deployment.{forms['retrain'].id}")
-    assert trigger.trigger.match.root == {"prefect.resource.id": "grpo.retraining.kept"}  # type: ignore[union-attr]
+    assert trigger.trigger.match.root == {"prefect.resource.id": "grpo.retraining.expressions"}  # type: ignore[union-attr]
 
     client.pause_automation(trigger.id)
     config = tmp_path / "run.yaml"
-    config.write_text(f"name: other\ntracking: {{experiment: '{TEMPLATE}'}}\n")
+    config.write_text(
+        f"name: other\ndata: {{problem: countdown}}\nwarm_start: {{}}\ntracking: {{experiment: '{TEMPLATE}'}}\n"
+    )
     again = deployed(config=config)
-    assert again["train"].parameters["config"] == {"name": "other", "tracking": {"experiment": TEMPLATE}}
+    wanted = {"name": "other", "data": {"problem": "countdown"}, "warm_start": {}, "tracking": {"experiment": TEMPLATE}}
+    assert again["train"].parameters["config"] == wanted
     assert again["sweep"].parameters == again["train"].parameters
     assert again["retrain"] == Form(
         id=forms["retrain"].id,
@@ -80,7 +74,7 @@ def test_what_people_set_on_the_server_outlives_the_next_deploy(client: SyncPref
         enabled=False,
     )
 
-    broken = {"config": {"name": "mine", "iterations": -1}}
-    client.update_deployment(forms["train"].id, DeploymentUpdate(parameters=broken))
-    with pytest.raises(ConfigError, match=r"a form on the server: .*iterations.*Mend it there"):
+    headless = {key: value for key, value in changed.items() if key != "warm_start"}
+    client.update_deployment(forms["train"].id, DeploymentUpdate(parameters={"config": headless}))
+    with pytest.raises(ConfigError, match=r"a form on the server has other settings: .*warm_start.*Mend it, or give"):
         deployed()

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-from flows.cli.deploy import _fill
+from flows.cli.deploy import _fill, code_version
 
 FILE = Path(__file__).parents[2] / "deployments" / "prefect.yaml"
 
@@ -35,3 +36,10 @@ def test_a_form_that_is_filled_in_the_file_has_the_last_word_and_other_triggers_
     found = retrain({"model": "letters"}, parameters={"config": {"model": "digits"}}, triggers=[other, arrivals])
     assert found["parameters"] == {"config": {"model": "digits"}}
     assert [each["match"]["prefect.resource.id"] for each in found["triggers"]] == ["mine", "grpo.retraining.digits"]
+
+
+def test_an_image_says_what_it_was_built_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_COMMIT", "0123456789ab")
+    assert code_version() == "0123456789ab"
+    monkeypatch.setenv("GRPO_COMMIT", "")  # an image without it
+    assert code_version() not in ("", "0123456789ab")

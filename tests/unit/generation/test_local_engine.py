@@ -22,6 +22,7 @@ from grpo_lib.generation.sampling import choose
 from grpo_lib.seeds import uniforms
 from grpo_lib.training.digest import weights_digest
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY = 19
 EOS = 1
 SMALL = {
@@ -72,14 +73,6 @@ CONFIGS = {
 PROMPTS = [[5, 6, 7, 8, 9], [3], [4, 4], [10, 11, 12, 13, 14, 15, 16]]
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=12)
 SAMPLING_AT_1 = Sampling(temperature=1.0, max_new_tokens=12)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_model(name="qwen3", seed=0):

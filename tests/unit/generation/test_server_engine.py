@@ -27,14 +27,10 @@ KINDS = {"vllm": FakeVllm, "sglang": FakeSglang}
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _quick(one_thread, monkeypatch):
     for module in ("server_peers", "server_batch"):
         monkeypatch.setattr(f"grpo_lib.generation.{module}.POLL_SECONDS", 0.05)
     monkeypatch.setattr("grpo_lib.generation.server_batch.TICK_SECONDS", 0.02)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_model(seed=0):

@@ -8,19 +8,12 @@ from grpo_lib.training.digest import weights_digest
 from grpo_lib.training.muon import Muon, orthogonalized
 from grpo_lib.training.warm_start import warm_start
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = make_tokenizer(("<a>",), "0123456789")
 TINY = SmallModelConfig(hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_size=16)
 CONFIG = WarmStartConfig(steps=12, batch_size=8, warmup_steps=3, max_tokens=16)
 PROMPTS = [str(number) for number in range(50)]
 RESPONSES = [f"<a>{number + 1}" for number in range(50)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_model():
