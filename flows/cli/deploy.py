@@ -18,6 +18,7 @@ WITH_CONFIG = ("train", "sweep")
 WITH_STORE = ("evaluate", "rerun-stage", "rescore")
 """Deployments that look for runs in a store."""
 RETRAIN = "retrain"
+ARRIVED = "grpo.prompts.arrived"
 POLL_SECONDS = "2"
 """Between a served worker's looks for new runs; Prefect's own 10 are for many workers."""
 
@@ -203,12 +204,19 @@ def _fill(plan: dict[str, Any], values: dict[str, Any], retraining: dict[str, An
             parameters = {"config": values} | parameters
         elif each["name"] in WITH_STORE and "store" in values:
             parameters = {"store": values["store"]} | parameters
-        elif each["name"] == RETRAIN and retraining is not None:
-            parameters = {"config": retraining} | parameters
-        elif each["name"] == RETRAIN and "config" not in parameters:
-            each.pop("triggers", None)
+        elif each["name"] == RETRAIN:
+            parameters = ({} if retraining is None else {"config": retraining}) | parameters
+            _listen(each, parameters.get("config"))
         each["parameters"] = parameters
     return [each["name"] for each in plan["deployments"]]
+
+
+def _listen(deployment: dict[str, Any], retraining: dict[str, Any] | None) -> None:
+    """To the arrivals of its own model; without one to none."""
+    triggers = deployment.pop("triggers", None)
+    if retraining is not None and triggers:
+        mine = {"match": {"prefect.resource.id": f"grpo.retraining.{retraining['model']}"}}
+        deployment["triggers"] = [each | mine if each.get("expect") == [ARRIVED] else each for each in triggers]
 
 
 def _prefect(words: list[str], environment: dict[str, str], may_fail: str | None = None) -> None:
