@@ -117,21 +117,29 @@ class Ledger:
 
     def taken(self) -> set[str]:
         """The watermark: sha256 of every file that a decided retraining has taken."""
-        return {file.sha256 for each in self._decided() for file in each.files}
-
-    def learned(self) -> list[Plan]:
-        """Plans whose policy was promoted and not withdrawn by a rollback since."""
-        decisions = [each.decision for each in self.rounds() if each.decision is not None]
-        withdrawn = {each.before for each in decisions if each.outcome == "rolled back"}
-        kept = {each.round for each in decisions if each.outcome == "promoted" and each.version not in withdrawn}
-        return [plan for plan in self._decided() if plan.round in kept]
-
-    def _decided(self) -> list[Plan]:
-        return [
-            each.plan
+        return {
+            file.sha256
             for each in self.rounds()
             if each.plan is not None and each.decision is not None and each.decision.outcome in TAKEN
-        ]
+            for file in each.plan.files
+        }
+
+    def learned(self, version: str | None) -> list[Plan]:
+        """Plans of the rounds that a version comes from, oldest first: its own, its champion's, and so on."""
+        made: dict[str | None, Plan] = {
+            each.judged.version: each.plan
+            for each in self.rounds()
+            if each.plan is not None and each.judged is not None
+        }
+        found: list[Plan] = []
+        while plan := made.get(version):
+            found.insert(0, plan)
+            version = None if plan.champion is None else plan.champion.version
+        return found
+
+    def last_decided(self) -> int:
+        """Number of the last round that was decided; 0: none was."""
+        return max((each.number for each in self.rounds() if each.decision is not None), default=0)
 
     def unapplied(self) -> list[Round]:
         """Decisions of which MLflow may not know."""
