@@ -16,6 +16,7 @@ from grpo_lib.retraining.records import Champion, Plan, Snapshot
 from grpo_lib.run import differences
 from grpo_lib.start import checkpoint_of
 from grpo_lib.storage.claims import utc_now
+from grpo_lib.storage.lease import check_lease
 from grpo_lib.tracking.registry import CHAMPION, Registry
 
 
@@ -38,14 +39,15 @@ def next_plan(config: RetrainConfig, ledger: Ledger, registry: Registry) -> Plan
     new = arrived(config.data, ledger.taken())
     if sum(each.file.prompts for each in new) < config.prompts_needed:
         return None
-    while True:
-        plan = _plan(config, ledger, registry, new)
-        training = training_config(config, ledger, plan)
-        check_surroundings(training)
-        check_continuation(training)
-        with moving_champion(ledger, registry):
-            if (plan.round, plan.champion) == (ledger.next_number(), champion_of(config, registry)):
-                return ledger.create(plan.round, "plan.json", plan)
+    plan = _plan(config, ledger, registry, new)
+    training = training_config(config, ledger, plan)
+    check_surroundings(training)
+    check_continuation(training)
+    with moving_champion(ledger, registry):
+        if (plan.round, plan.champion) == (ledger.next_number(), champion_of(config, registry)):
+            check_lease(ledger.alias)
+            return ledger.create(plan.round, "plan.json", plan)
+    return next_plan(config, ledger, registry)
 
 
 def _plan(config: RetrainConfig, ledger: Ledger, registry: Registry, new: Sequence[Arrived]) -> Plan:

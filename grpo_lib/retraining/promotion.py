@@ -15,7 +15,7 @@ from grpo_lib.retraining.records import Decision, Judged, Outcome, Plan
 from grpo_lib.start import checkpoint_of
 from grpo_lib.storage import paths
 from grpo_lib.storage.claims import utc_now
-from grpo_lib.storage.lease import holding_in_turn
+from grpo_lib.storage.lease import check_lease, holding_in_turn
 from grpo_lib.tracking.registry import CHALLENGER, CHAMPION, Registry
 
 BEFORE = "grpo.champion.before"
@@ -126,6 +126,7 @@ def roll_back(ledger: Ledger, registry: Registry, version: str | None, reason: s
 
 def _commit(ledger: Ledger, registry: Registry, decision: Decision) -> Decision:
     """Writes it down, then tells MLflow."""
+    check_lease(ledger.alias)
     found = ledger.create(decision.round, "decision.json", decision)
     if (found.outcome, found.version) != (decision.outcome, decision.version):
         raise RunError(
@@ -141,6 +142,7 @@ def _apply(ledger: Ledger, registry: Registry, decided: Round) -> None:
     """Tells MLflow; to be repeated until it is marked as done."""
     decision = decided.decision
     assert decision is not None
+    check_lease(ledger.alias)  # who was paused here does not move it back
     model, version = decision.model, decision.version
     record = ledger.objects.location(paths.round_file(model, decision.round, "decision.json"))
     if decision.outcome == "rolled back":

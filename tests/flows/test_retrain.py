@@ -85,7 +85,7 @@ def command(*arguments: str) -> Any:
 def story(
     tmp_path_factory: pytest.TempPathFactory, prefect_here: str, prefect_server: dict[str, str]
 ) -> Iterator[Story]:
-    from flows.retrain import Answer, retrain
+    from flows.retrain import RetrainReport, retrain
 
     folder = tmp_path_factory.mktemp("letters")
     values = retraining(folder, write_model(folder / "model"))
@@ -109,7 +109,8 @@ def story(
         careful = story.config.model_copy(update={"approval": "manual"})
         story.waiting = retrain(careful)
         story.note_aliases("asked")
-        story.day[2] = retrain(careful, Answer(version="2", promote=True, reason="seen the rollouts"))
+        words = ("approval=manual", "--yes", "2", "--reason", "seen the rollouts")
+        story.day[2] = RetrainReport.model_validate(command("retrain", str(folder / "retrain.yaml"), *words))
         story.after_kill = story.manifests("letters-000002")
         story.note_aliases("day 2")
 
@@ -346,6 +347,15 @@ def test_an_answer_is_to_the_version_that_waits_and_to_no_other(story: Story) ->
     late = Answer(version="2", promote=True)
     with pytest.raises(ConfigError, match="version 7 does: `grpo retrain CONFIG --yes 7` or --no"):
         decide(careful, story.ledger, story.registry, second.plan, waits, late)
+
+
+def test_a_command_has_one_answer(story: Story) -> None:
+    from flows.cli.main import app
+
+    for words in (["--yes", "2", "--no", "2"], ["--no", "2", "--abandon", "wrong"]):
+        done = CliRunner().invoke(app, ["retrain", str(story.folder / "retrain.yaml"), *words])
+        assert done.exit_code == 2
+        assert "exclude each other" in done.output
 
 
 def test_a_rollback_while_the_files_are_checked_is_what_the_round_starts_from(
