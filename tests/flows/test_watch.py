@@ -20,8 +20,8 @@ from grpo_lib.retraining.ledger import Ledger
 from grpo_lib.tracking.registry import Registry
 from tests.flows.letters import retraining, write_model, write_prompts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-SECONDS = 240
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+SECONDS = 400
 
 
 @contextmanager
