@@ -16,13 +16,14 @@ SHOWN = 100
 _told: set[uuid.UUID] = set()
 
 
-def announce_arrivals(model: str, store: str, new: Sequence[tuple[str, str]]) -> bool:
-    """Sends the event for these files, once; its id follows from their content, so that Prefect counts it once too.
+def announce_arrivals(model: str, store: str, new: Sequence[tuple[str, str]], decided: int) -> bool:
+    """Sends the event for these files, once a round; its id follows from both, so that Prefect counts it once too.
 
     Args:
         model: that is to be retrained.
         store: its address.
         new: path and sha256 of each file.
+        decided: number of the last round that was decided: files that it did not take are told of again.
 
     Returns:
         False: this process has told of exactly these.
@@ -31,7 +32,7 @@ def announce_arrivals(model: str, store: str, new: Sequence[tuple[str, str]]) ->
         RunError: Prefect did not take it.
     """
     digests = sorted(digest for _, digest in new)
-    which = uuid.uuid5(uuid.NAMESPACE_URL, "/".join(["grpo", store, model, *digests]))
+    which = uuid.uuid5(uuid.NAMESPACE_URL, "/".join(["grpo", store, model, str(decided), *digests]))
     if which in _told:
         return False
     event = Event(

@@ -20,16 +20,17 @@ from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, State
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from flows.report import artifact_key
 from flows.train import train
 from grpo_lib.config_retrain import RetrainConfig
-from grpo_lib.errors import NotFoundError
+from grpo_lib.errors import ConfigError, NotFoundError
 from grpo_lib.patience import Patience
 from grpo_lib.retraining.judgement import as_markdown, compare, objections
 from grpo_lib.retraining.ledger import Ledger, now_ms, somebody
 from grpo_lib.retraining.planning import next_plan, training_config
+from grpo_lib.retraining.promotion import abandon as end_round
 from grpo_lib.retraining.promotion import conclude, moving_champion
 from grpo_lib.retraining.records import Comparison, Decision, Judged, Plan
 from grpo_lib.run import Run
@@ -49,6 +50,7 @@ STATES = {
     "promoted": "Promoted",
     "refused": "Refused",
     "superseded": "Superseded",
+    "abandoned": "Abandoned",
 }
 """Prefect's names of the states in which a retraining ends; all are of the type Completed."""
 
@@ -56,22 +58,25 @@ STATES = {
 class Approval(RunInput):
     """What a person says to a challenger that passes the rule."""
 
+    version: str
+    """The challenger that is meant."""
     promote: bool = Field(False, description="Make the challenger the champion; no: it is refused.")
     by: str = Field(min_length=1, description="Who decides.")
     reason: str = Field("", description="Goes into the record.")
 
 
 class Answer(BaseModel):
-    """The same, given before anybody is asked."""
+    """The same, given to a challenger that waits for it."""
 
-    promote: bool = Field(description="Make the challenger the champion, if it passes the rule; no: it is refused.")
+    version: str = Field(description="The challenger, which waits; for another the answer is refused.")
+    promote: bool = Field(description="Make it the champion; no: it is refused.")
     reason: str = Field("", description="Goes into the record.")
 
 
 class RetrainReport(BaseModel):
     """What a retraining says at its end."""
 
-    status: Literal["nothing to do", "waiting", "promoted", "refused", "superseded"]
+    status: Literal["nothing to do", "waiting", "promoted", "refused", "superseded", "abandoned"]
     model: str
     round: int | None = None
     run: str | None = None
@@ -91,20 +96,25 @@ def flow_run_name() -> str:
 
 
 @flow(name="retrain", flow_run_name=flow_run_name)
-def retrain(config: RetrainConfig, answer: Answer | None = None) -> State[RetrainReport]:
+def retrain(config: RetrainConfig, answer: Answer | None = None, abandon: str | None = None) -> State[RetrainReport]:
     """Trains the champion on the prompts that came since the last time, and promotes what comes out if it is better.
 
     Args:
         config: The model, its training, and the rule of promotion.
-        answer: With approval=manual: decides at once, or for a challenger that waits for it.
+        answer: With approval=manual: to a challenger that waits for it.
+        abandon: Ends the open round for this reason, and trains nothing; its prompts are new again.
     """
-    report = run_retraining(config, answer)
+    report = run_retraining(config, answer, abandon)
     said = "; ".join(report.reasons) or report.status
     return Completed(name=STATES[report.status], message=f"{report.model}: {said}", data=report)
 
 
-def run_retraining(config: RetrainConfig, answer: Answer | None) -> RetrainReport:
-    """One round: an open one, or a new one if there are new prompts."""
+def run_retraining(config: RetrainConfig, answer: Answer | None, abandon: str | None) -> RetrainReport:
+    """One round: an open one, or a new one if there are new prompts.
+
+    Raises:
+        ConfigError: the answer is to a version that does not wait for one.
+    """
     ledger, registry = Ledger(config.train.store, config.model), Registry(config.train)
     check_store(ledger.objects)
     tracking = config.train.tracking
@@ -114,6 +124,11 @@ def run_retraining(config: RetrainConfig, answer: Answer | None) -> RetrainRepor
     with holding_in_turn(ledger.retraining, seconds) as lease:
         with moving_champion(ledger, registry):
             pass  # what a crash left untold is told now
+        if abandon:
+            return _decided(ledger, end_round(ledger, registry, abandon))
+        if answer is not None:
+            opened = ledger.open()
+            _check_answer(config, answer.version, None if opened is None else opened.judged)
         plan = next_plan(config, ledger, registry)
         if plan is None:
             return RetrainReport(
@@ -199,10 +214,11 @@ def decide(
 ) -> Decision | None:
     """By the rule, then by a person; None: a person has been asked and has not answered yet."""
     passes, by, reasons = not judged.against, "the rule", list(judged.against) or [_gain(judged.comparison)]
-    if passes and config.approval == "manual":
+    if passes and (config.approval == "manual" or answer is not None):
         said = ask(config, plan, judged, answer)
         if said is None:
             return None
+        _check_answer(config, said.version, judged)
         passes, by = said.promote, said.by
         reasons = [*reasons, said.reason] if said.reason else reasons
     outcome: Literal["promoted", "refused"] = "promoted" if passes else "refused"
@@ -211,23 +227,28 @@ def decide(
 
 def ask(config: RetrainConfig, plan: Plan, judged: Judged, answer: Answer | None) -> Approval | None:
     """What a person says; None: nobody has yet. A run of a deployment suspends itself and asks in Prefect's pages."""
-    if answer is not None:
-        return Approval(promote=answer.promote, by=somebody(), reason=answer.reason)
     left_ms = judged.at_ms + HOUR_MS * config.approval_hours - now_ms()
+    if left_ms <= 0:
+        reason = f"no approval within approval_hours={config.approval_hours:g}"
+        return Approval(version=judged.version, promote=False, by="the deadline", reason=reason)
+    if answer is not None:
+        return Approval(version=answer.version, promote=answer.promote, by=somebody(), reason=answer.reason)
     own = judged.flow_run is not None and judged.flow_run == flow_run.get_id()
-    if own or (left_ms > 0 and deployment.get_id() and not _asks(judged.flow_run)):
-        form = Approval.with_initial_data(description=_page(plan, judged, None))
+    if own or (deployment.get_id() and not _asks(judged.flow_run)):
+        form = Approval.with_initial_data(description=_page(plan, judged, None), version=judged.version)
         seconds = max(1, int(left_ms / 1000))
         show(plan, judged, None)
-        try:
-            return suspend_flow_run(wait_for_input=form, timeout=seconds, key=f"round-{plan.round}")  # ends the process
-        except ValidationError:  # it was resumed, or tried again, without an answer
-            if left_ms > 0:
-                raise
-    if left_ms > 0:
-        return None
-    reason = f"nobody approved it within approval_hours={config.approval_hours:g}"
-    return Approval(promote=False, by="the deadline", reason=reason)
+        return suspend_flow_run(wait_for_input=form, timeout=seconds, key=f"round-{plan.round}")  # ends the process
+    return None
+
+
+def _check_answer(config: RetrainConfig, version: str, judged: Judged | None) -> None:
+    waits = None if judged is None else judged.version
+    if version != waits:
+        other = "none does" if waits is None else f"version {waits} does: `grpo retrain CONFIG --yes {waits}` or --no"
+        raise ConfigError(
+            f"the answer is to version {version} of model {config.model!r}, which does not wait for one; {other}"
+        )
 
 
 def _asks(other: str | None) -> bool:
@@ -293,8 +314,15 @@ def _report(ledger: Ledger, plan: Plan, judged: Judged, decision: Decision | Non
     if decision is None:
         before = None if plan.champion is None else plan.champion.version
         return RetrainReport(status="waiting", before=before, reasons=reasons, **common)
-    record = ledger.objects.location(paths.round_file(plan.model, plan.round, "decision.json"))
-    assert decision.outcome in ("promoted", "refused", "superseded")
+    return _decided(ledger, decision, **common)
+
+
+def _decided(ledger: Ledger, decision: Decision, **common: Any) -> RetrainReport:
+    assert decision.outcome != "rolled back"
     return RetrainReport(
-        status=decision.outcome, before=decision.before, reasons=decision.reasons, record=record, **common
+        status=decision.outcome,
+        before=decision.before,
+        reasons=decision.reasons,
+        record=ledger.objects.location(paths.round_file(decision.model, decision.round, "decision.json")),
+        **({"model": decision.model, "round": decision.round, "version": decision.version} | common),
     )

@@ -43,7 +43,7 @@ class RetrainConfig(Section):
         "first champion starts, and has the tokenizer."
     )
     replay: float = Field(
-        0.0, ge=0, le=1, description="Share of the prompts of earlier promoted rounds that is trained on again."
+        0.0, ge=0, le=1, description="Share of the prompts that the champion has learned from that is trained on again."
     )
     min_prompts: int = Field(
         1, ge=1, description="With fewer new prompts, or fewer than train.rollout.prompts, there is nothing to do yet."

@@ -32,7 +32,8 @@ def checkpoint_of(store: StoreConfig, name: str, version: int, digest: str | Non
         digest: of the policy, if it is known.
 
     Raises:
-        NotFoundError: there is no such run in the store, or no such checkpoint; naming those that are there.
+        NotFoundError: there is no such run in the store, or no such checkpoint, naming those that are there; or a file
+            of it is gone.
     """
     run = load_run(store, name)
     saved = {int(str(each.summary["policy_version"])): each for each in latest(run.manifests(), "checkpoint")}
@@ -43,6 +44,9 @@ def checkpoint_of(store: StoreConfig, name: str, version: int, digest: str | Non
             f"run {name!r} in {run.objects.uri} has no checkpoint of policy {version}{wanted}; it has those of "
             f"{', '.join(map(str, sorted(saved))) or 'none'}"
         )
+    gone = next((part.path for part in found.parts if not run.objects.exists(part.path)), None)
+    if gone is not None:
+        raise NotFoundError(f"{run.objects.location(gone)} is gone; `grpo verify {name}` says what can be made again")
     return found
 
 
@@ -82,7 +86,7 @@ def whole_model(config: RunConfig, checkpoint: Manifest, folder: Path) -> str:
         The digest of the weights.
 
     Raises:
-        CorruptError: they are not those that the checkpoint was made of.
+        CorruptError: they are not those that the checkpoint was made of; of adapters: that they were trained on.
     """
     import torch
 
@@ -94,8 +98,8 @@ def whole_model(config: RunConfig, checkpoint: Manifest, folder: Path) -> str:
         saved.mkdir()
         run.stages.download(checkpoint.to_ref(reused=True), saved)
         if (saved / "adapter_config.json").exists():
-            first = _first_model(run, checkpoint, Path(name) / "first")
-            digest = export_model(describe(str(first)), _merged(run.config, first, saved), torch.float32, folder)
+            first, model = _first_model(run, Path(name) / "first")
+            digest = export_model(describe(first), _merged(run.config, model, saved), torch.float32, folder)
         else:
             digest = export_model(describe(str(saved)), _weights(saved), torch.float32, folder)
             if digest != checkpoint.summary["policy_digest"]:
@@ -117,26 +121,36 @@ def _weights(saved: Path) -> dict[str, Any]:
     return dict(load_model(str(saved), torch.float32, "cpu").state_dict())
 
 
-def _merged(config: RunConfig, first: Path, saved: Path) -> dict[str, Any]:
+def _merged(config: RunConfig, model: Any, saved: Path) -> dict[str, Any]:
     import torch
 
-    from grpo_lib.models import load_model
     from grpo_lib.training.lora import add_adapter
 
     settings = config.trainer.lora
     assert settings is not None, "only runs with trainer.lora save adapters"
-    model = load_model(str(first), torch.float32, "cpu")
     adapter = add_adapter(model, rank=settings.rank, alpha=settings.alpha, targets=settings.targets, seed=0)
     with torch.no_grad():
         return adapter.merged({**model.state_dict(), **adapter.load(saved)})
 
 
-def _first_model(run: Run, checkpoint: Manifest, folder: Path) -> Path:
-    """Files of the model that the run of the checkpoint began with."""
+def _first_model(run: Run, folder: Path) -> tuple[str, Any]:
+    """Where the model lies that a run began with, and the model in float32."""
+    import torch
+
+    from grpo_lib.models import load_model
+    from grpo_lib.training.digest import weights_digest
+
     owner = run.lineage[-1]
     first = next(each for each in owner.manifests() if each.stage in FIRST_POLICIES)
-    if "path" in first.summary:
-        return Path(str(first.summary["path"]))
-    folder.mkdir()
-    owner.stages.download(first.to_ref(reused=True), folder)
-    return folder
+    place = str(first.summary.get("path", folder))
+    if "path" not in first.summary:
+        folder.mkdir()
+        owner.stages.download(first.to_ref(reused=True), folder)
+    model = load_model(place, torch.float32, "cpu")
+    found, recorded = weights_digest(model.state_dict()), str(first.summary["policy_digest"])
+    if found != recorded:
+        raise CorruptError(
+            f"{place} holds weights with digest {found[:12]}, the adapters of run {run.name!r} were trained on those "
+            f"with {recorded[:12]}; put these back"
+        )
+    return place, model

@@ -33,10 +33,11 @@ class FlowProcess:
         flow: ``train``, ``warm_start`` or ``retrain``.
         values: its configuration.
         log: file to which everything is appended that it prints.
+        dies: ``before RECORD`` or ``after RECORD`` of a retraining: kills itself there.
     """
 
-    def __init__(self, flow: str, values: dict[str, Any], log: Path) -> None:
-        self._process = _processes.Process(target=_run, args=(flow, values, str(log)), name=flow)
+    def __init__(self, flow: str, values: dict[str, Any], log: Path, dies: str | None = None) -> None:
+        self._process = _processes.Process(target=_run, args=(flow, values, str(log), dies), name=flow)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -63,7 +64,23 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def _run(flow: str, values: dict[str, Any], log: str) -> None:
+def _die(point: str) -> None:
+    from grpo_lib.retraining.ledger import Ledger
+
+    when, record = point.split()
+    create = Ledger.create
+
+    def creating(ledger: Ledger, number: int, name: str, content: Any) -> Any:
+        if name == record and when == "after":
+            create(ledger, number, name, content)
+        if name == record:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return create(ledger, number, name, content)
+
+    Ledger.create = creating  # type: ignore[method-assign]
+
+
+def _run(flow: str, values: dict[str, Any], log: str, dies: str | None) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -75,6 +92,8 @@ def _run(flow: str, values: dict[str, Any], log: str) -> None:
     from tests.flows.tiny import use_easy_reward
 
     show_progress_on(Notes())
+    if dies is not None:
+        _die(dies)
     try:
         if flow == "retrain":
             config: Any = RetrainConfig.model_validate(values)

@@ -39,9 +39,11 @@ TrackingUri = Annotated[
 def retrain(
     config: Config,
     overrides: Overrides = None,
-    promote: Annotated[
-        bool | None,
-        typer.Option("--yes/--no", help="With approval=manual: promote what passes the rule, or refuse it."),
+    yes: Annotated[
+        str | None, typer.Option(metavar="VERSION", help="Promote this version, which waits for approval.")
+    ] = None,
+    no: Annotated[
+        str | None, typer.Option(metavar="VERSION", help="Refuse this version, which waits for approval.")
     ] = None,
     reason: Reason = "",
     abandon: Annotated[
@@ -53,30 +55,37 @@ def retrain(
     from grpo_lib.config_files import load_retrain_config
     from grpo_lib.patience import impatient
     from grpo_lib.retraining.ledger import Ledger
-    from grpo_lib.storage.lease import refuse_if_held
+    from grpo_lib.retraining.promotion import abandon as end_round
+    from grpo_lib.storage.lease import holding, refuse_if_held
+    from grpo_lib.tracking.registry import Registry
 
+    if sum(each is not None for each in (yes, no, abandon)) > 1:
+        raise typer.BadParameter("--yes, --no and --abandon exclude each other; give one")
     settings = load_retrain_config(config, overrides or [])
     ledger = Ledger(settings.train.store, settings.model)
     if abandon is not None:
-        _say(_abandon(settings, ledger, abandon), as_json)
+        with holding(ledger.retraining):
+            _say(end_round(ledger, Registry(settings.train), abandon), as_json)
         return
     if settings.when_busy == "refuse":
         with impatient():
             refuse_if_held(ledger.retraining)
-    report = _retrained(settings, promote, reason, as_json)
-    if report.status == "waiting" and promote is None and not as_json and typer.get_text_stream("stdin").isatty():
+    report = _retrained(settings, yes, no, reason, as_json)
+    if report.status == "waiting" and not as_json and typer.get_text_stream("stdin").isatty():
         _print_report(report)
         promote = typer.confirm(f"make version {report.version} the champion of {report.model}?")
-        report = _retrained(settings, promote, reason or typer.prompt("reason", default="", show_default=False), False)
+        yes, no = (report.version, None) if promote else (None, report.version)
+        reason = reason or typer.prompt("reason", default="", show_default=False)
+        report = _retrained(settings, yes, no, reason, False)
     if as_json:
         typer.echo(report.model_dump_json())
         return
     _print_report(report)
     if report.status == "waiting":
-        typer.echo(f"decide: grpo retrain {config} --yes (or --no)")
+        typer.echo(f"decide: grpo retrain {config} --yes {report.version} (or --no {report.version})")
 
 
-def _retrained(settings: Any, promote: bool | None, reason: str, quiet: bool) -> "RetrainReport":
+def _retrained(settings: Any, yes: str | None, no: str | None, reason: str, quiet: bool) -> "RetrainReport":
     from flows.cli.training import prefect_session
 
     with prefect_session(quiet) as wait_for_server:
@@ -84,26 +93,11 @@ def _retrained(settings: Any, promote: bool | None, reason: str, quiet: bool) ->
         from flows.retrain import retrain as flow
 
         wait_for_server()
-        found: Any = flow(settings, None if promote is None else Answer(promote=promote, reason=reason))
+        version = no if yes is None else yes
+        answer = None if version is None else Answer(version=version, promote=yes is not None, reason=reason)
+        found: Any = flow(settings, answer)
     report: RetrainReport = found
     return report
-
-
-def _abandon(settings: Any, ledger: "Ledger", reason: str) -> "Decision":
-    from grpo_lib.errors import ConfigError
-    from grpo_lib.retraining.ledger import somebody
-    from grpo_lib.retraining.promotion import conclude
-    from grpo_lib.storage.lease import holding
-    from grpo_lib.tracking.registry import Registry
-
-    with holding(ledger.retraining):
-        open_round = ledger.open()
-        if open_round is None or open_round.plan is None:
-            raise ConfigError(f"model {ledger.model!r} has no open round; there is nothing to abandon")
-        registry = Registry(settings.train)
-        return conclude(
-            ledger, registry, open_round.plan, open_round.judged, "abandoned", [reason], by=somebody(), rule=None
-        )
 
 
 def rollback(
@@ -217,7 +211,7 @@ def watch(
     while True:
         try:
             new = seen.new(ledger.taken())
-            if new and announce_arrivals(settings.model, settings.train.store.uri, new):
+            if new and announce_arrivals(settings.model, settings.train.store.uri, new, ledger.last_decided()):
                 typer.echo(f"{len(new)} new files: told Prefect")
             elif once:
                 typer.echo("no new files" if not new else f"{len(new)} new files: Prefect knows")

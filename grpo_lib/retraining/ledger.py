@@ -13,6 +13,7 @@ from grpo_lib.errors import CorruptError
 from grpo_lib.retraining.records import TAKEN, Applied, Decision, Judged, Plan
 from grpo_lib.storage import paths
 from grpo_lib.storage.claims import read_if_there, this_process
+from grpo_lib.storage.lease import Held
 from grpo_lib.storage.manifests import Record, canonical_json
 from grpo_lib.storage.objects import ObjectStore, open_store
 
@@ -28,18 +29,6 @@ class Round:
     judged: Judged | None
     decision: Decision | None
     applied: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """What a lease is taken on: no run can be called so."""
-
-    objects: ObjectStore
-    name: str
-
-    @property
-    def place(self) -> str:
-        return self.objects.location(paths.run_folder(self.name))
 
 
 class Ledger:
@@ -117,21 +106,29 @@ class Ledger:
 
     def taken(self) -> set[str]:
         """The watermark: sha256 of every file that a decided retraining has taken."""
-        return {file.sha256 for each in self._decided() for file in each.files}
-
-    def learned(self) -> list[Plan]:
-        """Plans whose policy was promoted and not withdrawn by a rollback since."""
-        decisions = [each.decision for each in self.rounds() if each.decision is not None]
-        withdrawn = {each.before for each in decisions if each.outcome == "rolled back"}
-        kept = {each.round for each in decisions if each.outcome == "promoted" and each.version not in withdrawn}
-        return [plan for plan in self._decided() if plan.round in kept]
-
-    def _decided(self) -> list[Plan]:
-        return [
-            each.plan
+        return {
+            file.sha256
             for each in self.rounds()
             if each.plan is not None and each.decision is not None and each.decision.outcome in TAKEN
-        ]
+            for file in each.plan.files
+        }
+
+    def learned(self, version: str | None) -> list[Plan]:
+        """Plans of the rounds that a version comes from, oldest first: its own, its champion's, and so on."""
+        made: dict[str | None, Plan] = {
+            each.judged.version: each.plan
+            for each in self.rounds()
+            if each.plan is not None and each.judged is not None
+        }
+        found: list[Plan] = []
+        while plan := made.get(version):
+            found.insert(0, plan)
+            version = None if plan.champion is None else plan.champion.version
+        return found
+
+    def last_decided(self) -> int:
+        """Number of the last round that was decided; 0: none was."""
+        return max((each.number for each in self.rounds() if each.decision is not None), default=0)
 
     def unapplied(self) -> list[Round]:
         """Decisions of which MLflow may not know."""

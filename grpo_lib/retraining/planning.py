@@ -11,10 +11,12 @@ from grpo_lib.placement.code_version import code_digest
 from grpo_lib.preflight import check_continuation, check_surroundings
 from grpo_lib.retraining.arrivals import Arrived, arrived, heldout_lines, replayed, snapshot
 from grpo_lib.retraining.ledger import Ledger, now_ms, somebody
+from grpo_lib.retraining.promotion import moving_champion
 from grpo_lib.retraining.records import Champion, Plan, Snapshot
 from grpo_lib.run import differences
 from grpo_lib.start import checkpoint_of
 from grpo_lib.storage.claims import utc_now
+from grpo_lib.storage.lease import check_lease
 from grpo_lib.tracking.registry import CHAMPION, Registry
 
 
@@ -22,7 +24,8 @@ def next_plan(config: RetrainConfig, ledger: Ledger, registry: Registry) -> Plan
     """The plan of the open round, or of a new one; None: there is nothing to do.
 
     A new one is written only when its training passed the checks of its surroundings: files that can't be used leave
-    no round behind.
+    no round behind. They may take long, so that they hold nobody up: when the champion was moved meanwhile, it is
+    planned again.
 
     Raises:
         ConfigError: the open round began with other settings.
@@ -40,17 +43,22 @@ def next_plan(config: RetrainConfig, ledger: Ledger, registry: Registry) -> Plan
     training = training_config(config, ledger, plan)
     check_surroundings(training)
     check_continuation(training)
-    return ledger.create(plan.round, "plan.json", plan)
+    with moving_champion(ledger, registry):
+        if (plan.round, plan.champion) == (ledger.next_number(), champion_of(config, registry)):
+            check_lease(ledger.alias)
+            return ledger.create(plan.round, "plan.json", plan)
+    return next_plan(config, ledger, registry)
 
 
 def _plan(config: RetrainConfig, ledger: Ledger, registry: Registry, new: Sequence[Arrived]) -> Plan:
-    number = ledger.next_number()
-    old = replayed(ledger, ledger.learned(), config.replay, config.train.seed, number)
+    number, champion = ledger.next_number(), champion_of(config, registry)
+    learned = ledger.learned(None if champion is None else champion.version)
+    old = replayed(ledger, learned, config.replay, config.train.seed, number)
     plan = Plan(
         model=config.model,
         round=number,
         run=f"{config.model}-{number:06d}",
-        champion=champion_of(config, registry),
+        champion=champion,
         files=[each.file for each in new],
         new=snapshot(ledger, number, "prompts", [line for each in new for line in each.lines]),
         replay=snapshot(ledger, number, "replay", old) if old else None,
@@ -68,14 +76,15 @@ def champion_of(config: RetrainConfig, registry: Registry) -> Champion | None:
     """The version in use; None: there is none yet.
 
     Raises:
-        NotFoundError: its checkpoint is not in the store.
+        NotFoundError: its checkpoint is not in the store, or MLflow does not say which it is.
     """
-    found = registry.at(config.model, CHAMPION)
-    if found is None:
+    version = registry.aliases(config.model).get(CHAMPION)
+    if version is None:
         return None
+    found = registry.version(config.model, version)
     checkpoint = checkpoint_of(config.train.store, found.run, found.policy_version, found.policy_digest)
     return Champion(
-        version=registry.aliases(config.model)[CHAMPION],
+        version=version,
         run=found.run,
         policy_version=found.policy_version,
         policy_digest=found.policy_digest,

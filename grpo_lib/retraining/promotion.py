@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from grpo_lib.config_retrain import PromotionConfig
-from grpo_lib.errors import ConfigError, NotFoundError
+from grpo_lib.errors import ConfigError, NotFoundError, RunError
 from grpo_lib.retraining.judgement import as_markdown
 from grpo_lib.retraining.ledger import Ledger, Round, now_ms, somebody
 from grpo_lib.retraining.records import Decision, Judged, Outcome, Plan
+from grpo_lib.start import checkpoint_of
 from grpo_lib.storage import paths
 from grpo_lib.storage.claims import utc_now
-from grpo_lib.storage.lease import holding_in_turn
+from grpo_lib.storage.lease import check_lease, holding_in_turn
 from grpo_lib.tracking.registry import CHALLENGER, CHAMPION, Registry
 
 BEFORE = "grpo.champion.before"
@@ -43,7 +44,11 @@ def conclude(
     by: str,
     rule: PromotionConfig | None,
 ) -> Decision:
-    """Decides a round. A promotion becomes ``superseded`` when the champion is not the one that it started from."""
+    """Decides a round. A promotion becomes ``superseded`` when the champion is not the one that it started from.
+
+    Raises:
+        RunError: it was decided otherwise meanwhile.
+    """
     with moving_champion(ledger, registry):
         current = registry.aliases(plan.model).get(CHAMPION)
         expected = None if plan.champion is None else plan.champion.version
@@ -62,10 +67,19 @@ def conclude(
             at=utc_now(),
             at_ms=now_ms(),
         )
-        decision = ledger.create(plan.round, "decision.json", decision)
-        for each in ledger.unapplied():
-            _apply(ledger, registry, each)
-    return decision
+        return _commit(ledger, registry, decision)
+
+
+def abandon(ledger: Ledger, registry: Registry, reason: str) -> Decision:
+    """Ends the open round; who calls it holds ``ledger.retraining``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = ledger.open()
+    if found is None or found.plan is None:
+        raise ConfigError(f"model {ledger.model!r} has no open round; there is nothing to abandon")
+    return conclude(ledger, registry, found.plan, found.judged, "abandoned", [reason], by=somebody(), rule=None)
 
 
 def roll_back(ledger: Ledger, registry: Registry, version: str | None, reason: str) -> Decision:
@@ -75,7 +89,7 @@ def roll_back(ledger: Ledger, registry: Registry, version: str | None, reason: s
         version: None: the one whose place the champion took.
 
     Raises:
-        NotFoundError: there is no champion, no such version, or none before it.
+        NotFoundError: there is no champion, no such version, none before it, or its checkpoint is gone.
         ConfigError: it is the champion already.
     """
     model = ledger.model
@@ -93,10 +107,11 @@ def roll_back(ledger: Ledger, registry: Registry, version: str | None, reason: s
             raise NotFoundError(f"model {model!r} has no version {target}; it has {', '.join(tags)}")
         if target == current:
             raise ConfigError(f"version {target} is the champion of model {model!r} already; name another with --to")
-        number = ledger.next_number()
+        found = registry.version(model, target)
+        checkpoint_of(ledger.store, found.run, found.policy_version, found.policy_digest)
         decision = Decision(
             model=model,
-            round=number,
+            round=ledger.next_number(),
             outcome="rolled back",
             version=target,
             before=current,
@@ -106,16 +121,28 @@ def roll_back(ledger: Ledger, registry: Registry, version: str | None, reason: s
             at=utc_now(),
             at_ms=now_ms(),
         )
-        decision = ledger.create(number, "decision.json", decision)
-        for each in ledger.unapplied():
-            _apply(ledger, registry, each)
-    return decision
+        return _commit(ledger, registry, decision)
+
+
+def _commit(ledger: Ledger, registry: Registry, decision: Decision) -> Decision:
+    """Writes it down, then tells MLflow."""
+    check_lease(ledger.alias)
+    found = ledger.create(decision.round, "decision.json", decision)
+    if (found.outcome, found.version) != (decision.outcome, decision.version):
+        raise RunError(
+            f"round {found.round} of model {found.model!r} was decided meanwhile by {found.by}: {found.outcome}, "
+            f"version {found.version}; that stays (`grpo models {found.model}` shows it)"
+        )
+    for each in ledger.unapplied():
+        _apply(ledger, registry, each)
+    return found
 
 
 def _apply(ledger: Ledger, registry: Registry, decided: Round) -> None:
     """Tells MLflow; to be repeated until it is marked as done."""
     decision = decided.decision
     assert decision is not None
+    check_lease(ledger.alias)  # who was paused here does not move it back
     model, version = decision.model, decision.version
     record = ledger.objects.location(paths.round_file(model, decision.round, "decision.json"))
     if decision.outcome == "rolled back":

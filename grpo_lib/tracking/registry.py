@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_lib.errors import NotFoundError
 from grpo_lib.tracking.mlflow import CHECKPOINT, MAX_TAG_LENGTH, MlflowServer, all_pages, mlflow_call
 
 CHAMPION = "champion"
 """Alias of the version that is in use."""
 CHALLENGER = "challenger"
 """Alias of the version that might take its place."""
+TAGS = {CHECKPOINT, "grpo.run", "grpo.policy_version", "grpo.policy_digest", "grpo.model_id"}
+"""Of a version that is a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +102,28 @@ class Registry(MlflowServer):
 
     @mlflow_call
     def at(self, name: str, alias: str) -> Registered | None:
-        """The checkpoint that goes by an alias; None: there is none."""
+        """The checkpoint that goes by an alias; None: there is none.
+
+        Raises:
+            NotFoundError: that version was made elsewhere.
+        """
         version = self._aliases(name).get(alias)
         return None if version is None else _registered(self._client.get_model_version(name, str(version)))
 
     @mlflow_call
+    def version(self, name: str, version: str) -> Registered:
+        """The checkpoint that a version is.
+
+        Raises:
+            NotFoundError: it was made elsewhere.
+        """
+        return _registered(self._client.get_model_version(name, version))
+
+    @mlflow_call
     def versions(self, name: str) -> dict[str, Registered]:
-        """All of a registered model, by version, newest first."""
+        """All of a registered model that are checkpoints, by version, newest first."""
         found = sorted(self._versions(name), key=lambda each: -int(each.version))
-        return {str(each.version): _registered(each) for each in found if CHECKPOINT in each.tags}
+        return {str(each.version): _registered(each) for each in found if each.tags.keys() >= TAGS}
 
     @mlflow_call
     def tags(self, name: str) -> dict[str, dict[str, str]]:
@@ -134,6 +150,12 @@ class Registry(MlflowServer):
 
 def _registered(version: Any) -> Registered:
     tags = version.tags
+    if missing := TAGS - tags.keys():
+        raise NotFoundError(
+            f"version {version.version} of model {version.name!r} has no tag {min(missing)}: it was made by hand, and "
+            f"nothing says which checkpoint it is; `grpo rollback {version.name} --to VERSION` takes one that "
+            "`grpo retrain` made"
+        )
     return Registered(
         place=tags[CHECKPOINT],
         run=tags["grpo.run"],

@@ -5,6 +5,7 @@ at most -0.15 on day 3, each with the smallest p-value that 9,999 resamples can 
 """
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ from mlflow import MlflowClient
 from typer.testing import CliRunner
 
 from grpo_lib.config_retrain import RetrainConfig
-from grpo_lib.errors import ConfigError, DataError, LeaseHeldError
+from grpo_lib.errors import ConfigError, DataError, LeaseHeldError, RunError
 from grpo_lib.retraining.ledger import Ledger
+from grpo_lib.retraining.planning import champion_of
 from grpo_lib.retraining.promotion import conclude
 from grpo_lib.retraining.records import Judged, Plan
 from grpo_lib.run import load_run
@@ -83,7 +85,7 @@ def command(*arguments: str) -> Any:
 def story(
     tmp_path_factory: pytest.TempPathFactory, prefect_here: str, prefect_server: dict[str, str]
 ) -> Iterator[Story]:
-    from flows.retrain import Answer, retrain
+    from flows.retrain import RetrainReport, retrain
 
     folder = tmp_path_factory.mktemp("letters")
     values = retraining(folder, write_model(folder / "model"))
@@ -107,7 +109,8 @@ def story(
         careful = story.config.model_copy(update={"approval": "manual"})
         story.waiting = retrain(careful)
         story.note_aliases("asked")
-        story.day[2] = retrain(careful, Answer(promote=True, reason="seen the rollouts"))
+        words = ("approval=manual", "--yes", "2", "--reason", "seen the rollouts")
+        story.day[2] = RetrainReport.model_validate(command("retrain", str(folder / "retrain.yaml"), *words))
         story.after_kill = story.manifests("letters-000002")
         story.note_aliases("day 2")
 
@@ -315,7 +318,7 @@ def test_other_settings_do_not_go_on_with_an_open_round_and_it_can_be_abandoned(
 
 
 def test_nobody_who_answers_in_time_is_a_refusal(story: Story) -> None:
-    from flows.retrain import ask
+    from flows.retrain import Answer, ask
 
     second = story.ledger.rounds()[1]
     assert second.plan is not None
@@ -323,9 +326,159 @@ def test_nobody_who_answers_in_time_is_a_refusal(story: Story) -> None:
     late = second.judged.model_copy(update={"at_ms": second.judged.at_ms - 3 * 3_600_000})
     config = story.config.model_copy(update={"approval": "manual", "approval_hours": 2.0})
     assert ask(config, second.plan, second.judged, None) is None
-    said = ask(config, second.plan, late, None)
-    assert said is not None
-    assert (said.promote, said.reason) == (False, "nobody approved it within approval_hours=2")
+    for answer in (None, Answer(version="2", promote=True)):
+        said = ask(config, second.plan, late, answer)
+        assert said is not None
+        assert (said.promote, said.by) == (False, "the deadline")
+        assert said.reason == "no approval within approval_hours=2"
+
+
+def test_an_answer_is_to_the_version_that_waits_and_to_no_other(story: Story) -> None:
+    from flows.retrain import Answer, decide, retrain
+
+    rounds = len(story.ledger.rounds())
+    with pytest.raises(ConfigError, match="to version 2 of model 'letters', which does not wait for one; none does"):
+        retrain(story.config, Answer(version="2", promote=True))
+    assert len(story.ledger.rounds()) == rounds, "nothing is begun"
+    second = story.ledger.rounds()[1]
+    assert second.plan is not None and second.judged is not None
+    waits = second.judged.model_copy(update={"version": "7", "at_ms": second.judged.at_ms + 10**9})
+    careful = story.config.model_copy(update={"approval": "manual"})
+    late = Answer(version="2", promote=True)
+    with pytest.raises(ConfigError, match="version 7 does: `grpo retrain CONFIG --yes 7` or --no"):
+        decide(careful, story.ledger, story.registry, second.plan, waits, late)
+
+
+def test_a_command_has_one_answer(story: Story) -> None:
+    from flows.cli.main import app
+
+    for words in (["--yes", "2", "--no", "2"], ["--no", "2", "--abandon", "wrong"]):
+        done = CliRunner().invoke(app, ["retrain", str(story.folder / "retrain.yaml"), *words])
+        assert done.exit_code == 2
+        assert "exclude each other" in done.output
+
+
+def test_a_rollback_while_the_files_are_checked_is_what_the_round_starts_from(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpo_lib.retraining import planning
+    from grpo_lib.retraining.promotion import abandon, roll_back
+
+    write_prompts(story.folder / "inbox" / "day4.jsonl", 20, 4)
+    current, other = story.registry.aliases("letters")["champion"], "2"
+    checked, rolled = planning.check_surroundings, []
+
+    def slow(config: Any) -> None:
+        checked(config)
+        if not rolled:
+            rolled.append(roll_back(story.ledger, story.registry, other, "meanwhile"))
+
+    monkeypatch.setattr(planning, "check_surroundings", slow)
+    try:
+        plan = planning.next_plan(story.config, story.ledger, story.registry)
+        assert plan is not None and plan.champion is not None
+        assert (plan.round, plan.champion.version) == (rolled[0].round + 1, other)
+        assert plan.config["model"]["start"]["run"] == "letters-000002"  # type: ignore[index, call-overload]
+        opened = story.ledger.open()
+        assert opened is not None and opened.plan == plan
+        assert story.ledger.unapplied() == []
+    finally:
+        (story.folder / "inbox" / "day4.jsonl").unlink()
+        abandon(story.ledger, story.registry, "it was a test")
+        roll_back(story.ledger, story.registry, current, "it was a test")
+
+
+def test_a_training_that_always_fails_leaves_the_champion_alone_until_the_form_ends_its_round(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import flows.retrain
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RunError("no GPU is left")
+
+    day = write_prompts(story.folder / "inbox" / "day5.jsonl", 20, 5)
+    aliases = story.registry.aliases("letters")
+    monkeypatch.setattr(flows.retrain, "train", fails)
+    for _ in range(2):
+        with pytest.raises(RunError, match="no GPU is left"):
+            flows.retrain.retrain(story.config)
+    opened = story.ledger.open()
+    assert opened is not None
+    ended = flows.retrain.retrain(story.config, abandon="no GPU", return_state=True)
+    assert (ended.type.value, ended.name, ended.message) == ("COMPLETED", "Abandoned", "letters: no GPU")
+    assert story.ledger.open() is None
+    assert story.ledger.last_decided() == opened.number
+    assert story.registry.aliases("letters") == aliases
+    assert not {each.sha256 for each in opened.plan.files} & story.ledger.taken()  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="has no open round; there is nothing to abandon"):
+        flows.retrain.retrain(story.config, abandon="again")
+    day.unlink()
+
+
+def test_a_version_that_was_made_by_hand_is_named_and_never_gone_to(story: Story) -> None:
+    from grpo_lib.retraining.promotion import roll_back
+
+    hand = Ledger(story.config.train.store, "hand")
+    story.mlflow.create_registered_model("hand")
+    for _ in range(2):
+        story.mlflow.create_model_version("hand", str(story.folder))
+    story.registry.set_alias("hand", "champion", "2")
+    with pytest.raises(LookupError, match=r"version 2 of model 'hand' has no tag grpo\.\w+: it was made by hand"):
+        story.registry.at("hand", "champion")
+    with pytest.raises(LookupError, match="version 1 of model 'hand' has no tag"):
+        roll_back(hand, story.registry, "1", "")
+    with pytest.raises(LookupError, match="version 2 of model 'hand' has no tag"):
+        champion_of(story.config.model_copy(update={"model": "hand"}), story.registry)
+    assert story.registry.versions("hand") == {}
+    assert [each["version"] for each in command("models", "hand", "--store", story.config.train.store.uri)["versions"]]
+    assert story.registry.aliases("hand") == {"champion": "2"} and hand.rounds() == []
+
+
+def test_a_version_whose_weights_are_gone_is_not_gone_back_to(story: Story) -> None:
+    from grpo_lib.retraining.promotion import roll_back
+
+    before, rounds = story.registry.aliases("letters"), len(story.ledger.rounds())
+    (weights,) = Path(story.registry.version("letters", "3").place).glob("model.safetensors")
+    weights.rename(weights.with_suffix(".away"))
+    try:
+        with pytest.raises(LookupError, match=r"model.safetensors is gone; `grpo verify letters-000003`"):
+            roll_back(story.ledger, story.registry, "3", "")
+    finally:
+        weights.with_suffix(".away").rename(weights)
+    assert story.registry.aliases("letters") == before
+    assert len(story.ledger.rounds()) == rounds
+
+
+def test_a_kill_at_any_step_of_a_decision_moves_the_champion_once(story: Story, tmp_path: Path) -> None:
+    """One round; each process dies one step further than the one before, the last finds nothing left to do."""
+    values = retraining(tmp_path, story.folder / "model") | {"model": "killed"}
+    write_prompts(tmp_path / "heldout.jsonl", 128, 9)
+    write_prompts(tmp_path / "inbox" / "day1.jsonl", 200, 1)
+    config = RetrainConfig.model_validate(values)
+    ledger, registry = Ledger(config.train.store, "killed"), Registry(config.train)
+    steps: list[tuple[str, set[str], dict[str, str]]] = [
+        ("before judged.json", set(), {"challenger": "1"}),
+        ("after judged.json", {"judged"}, {"challenger": "1"}),
+        ("before decision.json", {"judged"}, {"challenger": "1"}),
+        ("after decision.json", {"judged", "decision"}, {"challenger": "1"}),
+        ("before applied.json", {"judged", "decision"}, {"champion": "1"}),
+        ("after applied.json", {"judged", "decision", "applied"}, {"champion": "1"}),
+    ]
+    told: list[str] = []
+    for point, there, aliases in steps:
+        if point == "after applied.json":
+            shown = registry.tags("killed")["1"]
+        process = FlowProcess("retrain", values, tmp_path / "log", dies=point)
+        assert process.wait(KILL_SECONDS) == -signal.SIGKILL, (point, (tmp_path / "log").read_text()[-3000:])
+        (found,) = ledger.rounds()
+        assert {each for each in ("judged", "decision", "applied") if getattr(found, each)} == there, point
+        assert registry.aliases("killed") == aliases, point
+        told += [found.decision.at] if found.decision else []
+    assert FlowProcess("retrain", values, tmp_path / "log").wait(KILL_SECONDS) == 0
+    assert registry.tags("killed") == {"1": shown}, "one version, decided once"
+    assert len(set(told)) == 1
+    assert [each.number for each in ledger.rounds()] == [1]
+    assert registry.aliases("killed") == {"champion": "1"}
 
 
 def test_an_arrival_is_told_once(story: Story) -> None:
@@ -336,10 +489,10 @@ def test_an_arrival_is_told_once(story: Story) -> None:
 
     new = [("inbox/a.jsonl", uuid4().hex * 2)]
     model = f"letters-{uuid4().hex[:8]}"
-    assert announce_arrivals(model, "store", new)
-    assert not announce_arrivals(model, "store", new)
+    assert announce_arrivals(model, "store", new, 3)
+    assert not announce_arrivals(model, "store", new, 3)
     arrivals._told.clear()  # as another process would not know
-    assert announce_arrivals(model, "store", new)
+    assert announce_arrivals(model, "store", new, 3)
     wanted = {"filter": {"resource": {"id": [f"grpo.retraining.{model}"]}}}
     deadline = time.monotonic() + 30
     found: list[Any] = []
@@ -351,3 +504,4 @@ def test_an_arrival_is_told_once(story: Story) -> None:
         (event,) = client.request("POST", "/events/filter", json=wanted).json()["events"]
     assert event["event"] == "grpo.prompts.arrived"
     assert event["payload"] == {"model": model, "files": ["inbox/a.jsonl"], "count": 1}
+    assert announce_arrivals(model, "store", new, 4), "the round before took them not: they are told of again"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_lib.config import RunConfig
-from grpo_lib.errors import ConfigError, NotFoundError
+from grpo_lib.errors import ConfigError, CorruptError, NotFoundError
 from grpo_lib.models import load_model
 from grpo_lib.run import Run
 from grpo_lib.storage.manifests import Manifest
@@ -61,3 +61,23 @@ def test_adapters_are_merged_into_what_the_next_run_starts_from(tiny: Tiny, tmp_
     exported = load_model(str(tmp_path / "exported"), torch.float32, "cpu").state_dict()
     for name, value in exported.items():
         torch.testing.assert_close(made[name], value, rtol=0, atol=1e-7)
+
+
+def test_adapters_are_not_merged_into_another_model_than_they_were_trained_on(tiny: Tiny, tmp_path: Path) -> None:
+    from flows.export import export
+    from grpo_lib.start import checkpoint_of, whole_model
+
+    train(tiny("iterations=1"))
+    export(Run(tiny()), 0, tmp_path / "base")
+    second = tiny(*SECOND, "trainer.lora.rank=2", f"model.path={tmp_path / 'base'}", "checkpoint.every=1")
+    train(second)
+    saved = checkpoint_of(second.store, "second", 1)
+    whole_model(second, saved, tmp_path / "whole")
+    model = load_model(str(tmp_path / "base"), torch.float32, "cpu")
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(
+        CorruptError, match=r"base holds weights with digest .* adapters of run 'second' were trained on"
+    ):
+        whole_model(second, saved, tmp_path / "again")

@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 
 from grpo_lib.config import StoreConfig
 from grpo_lib.config_data import FilesData
-from grpo_lib.errors import CorruptError, DataError
+from grpo_lib.errors import CorruptError, DataError, RunError
 from grpo_lib.retraining.arrivals import Watch, arrived, heldout_lines, replayed, snapshot
 from grpo_lib.retraining.ledger import Ledger
-from grpo_lib.retraining.records import Decision, File, Plan, Snapshot
+from grpo_lib.retraining.promotion import conclude
+from grpo_lib.retraining.records import Champion, Comparison, Decision, File, Judged, Plan, Row, Snapshot
+from grpo_lib.tracking.registry import Registry
 
 DIGEST = "0" * 64
 
@@ -36,13 +38,26 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def planned(ledger: Ledger, number: int, files: list[File], lines: list[bytes]) -> Plan:
+def planned(ledger: Ledger, number: int, files: list[File], lines: list[bytes], champion: str | None = None) -> Plan:
     stored = snapshot(ledger, number, "prompts", lines)
+    start = champion and Champion(version=champion, run="r", policy_version=1, policy_digest="", checkpoint="")
     plan = Plan(
-        model="demo", round=number, run=f"demo-{number:06d}", champion=None, files=files, new=stored, replay=None,
-        heldout=stored, config={}, by="", at="", at_ms=0, code="",
+        model="demo", round=number, run=f"demo-{number:06d}", champion=start or None, files=files, new=stored,
+        replay=None, heldout=stored, config={}, by="", at="", at_ms=0, code="",
     )  # fmt: skip
     return ledger.create(number, "plan.json", plan)
+
+
+def judged(ledger: Ledger, plan: Plan, version: str) -> Judged:
+    row = Row(prompts=1, champion=0, challenger=1, gain=1, low=0, high=1, p_better=0.01, p_worse=1)
+    comparison = Comparison(
+        mode="greedy", left_out=0, all=row, sources={}, champion="", challenger="", digests=[DIGEST] * 2
+    )
+    record = Judged(
+        version=version, policy_version=1, policy_digest="", checkpoint="", comparison=comparison, against=[],
+        flow_run=None, mlflow="", at="", at_ms=0,
+    )  # fmt: skip
+    return ledger.create(plan.round, "judged.json", record)
 
 
 def decided(ledger: Ledger, number: int, outcome: Any, version: str | None = None, before: str | None = None) -> None:
@@ -126,19 +141,42 @@ def test_a_record_that_can_not_be_read_says_where_it_is(ledger: Ledger) -> None:
 
 
 def test_replay_draws_from_what_was_learned_and_is_still_in_use(ledger: Ledger) -> None:
-    for number in (1, 2, 3):
-        planned(ledger, number, [], [f'{{"prompt": "{number}-{row}"}}'.encode() for row in range(10)])
-    decided(ledger, 1, "promoted", "1")
-    decided(ledger, 2, "refused", "2")
-    decided(ledger, 3, "promoted", "3")
-    decided(ledger, 4, "rolled back", "1", "3")
-    learned = ledger.learned()
-    assert [plan.round for plan in learned] == [1]
+    """Version 2 started from 1 and was rolled back; 3 started from 1 again, 4 from 3."""
+    for number, version, champion in ((1, "1", None), (2, "2", "1"), (4, "3", "1"), (5, "4", "3")):
+        lines = [f'{{"prompt": "{number}-{row}"}}'.encode() for row in range(10)]
+        judged(ledger, planned(ledger, number, [], lines, champion), version)
+        decided(ledger, number, "promoted", version, champion)
+    decided(ledger, 3, "rolled back", "1", "2")
+    chains = {version: [plan.round for plan in ledger.learned(version)] for version in (None, "1", "2", "3", "4", "9")}
+    assert chains == {None: [], "1": [1], "2": [1, 2], "3": [1, 4], "4": [1, 4, 5], "9": []}
+    decided(ledger, 6, "rolled back", "2", "4")
+    assert [plan.round for plan in ledger.learned("2")] == [1, 2], "it was gone back to: it learned what it learned"
+    learned = ledger.learned("3")
     some = replayed(ledger, learned, 0.4, 0, 5)
-    assert len(some) == 4
-    assert all(line.startswith(b'{"prompt": "1-') for line in some)
+    assert len(some) == 8
+    assert {line[:13] for line in some} == {b'{"prompt": "1', b'{"prompt": "4'}
     assert some == replayed(ledger, learned, 0.4, 0, 5) != replayed(ledger, learned, 0.4, 0, 6)
     assert replayed(ledger, learned, 0.0, 0, 5) == []
+
+
+def test_what_was_decided_otherwise_meanwhile_stays_and_the_champion_does_not_move(ledger: Ledger) -> None:
+    class Aliases:
+        moved: ClassVar[list[str]] = []
+
+        def aliases(self, name: str) -> dict[str, str]:
+            return {}
+
+        def set_alias(self, name: str, alias: str, version: str) -> None:
+            self.moved.append(version)
+
+    plan, registry = planned(ledger, 1, [], [b"{}"]), cast(Registry, Aliases())
+    challenger = judged(ledger, plan, "1")
+    decided(ledger, 1, "refused", "1")
+    ledger.mark_applied(1, "", "")
+    with pytest.raises(RunError, match=r"round 1 of model 'demo' was decided meanwhile by .*: refused, version 1"):
+        conclude(ledger, registry, plan, challenger, "promoted", [], by="late", rule=None)
+    assert Aliases.moved == []
+    assert conclude(ledger, registry, plan, challenger, "refused", [], by="late", rule=None).by == "", "the first stays"
 
 
 def test_a_changed_snapshot_is_not_learned_from(ledger: Ledger) -> None:
