@@ -155,9 +155,13 @@ def test_an_interrupted_sweep_ends_its_runs_and_nobody_else_may_work_on_it(
         os.kill(os.getpid(), signal.SIGINT)
 
     other = threading.Thread(target=copy_context().run, args=(interrupt,))
-    other.start()
-    with pytest.raises(KeyboardInterrupt):
-        sweep(base, plan)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let a background job ignore it
+    try:
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            sweep(base, plan)
+    finally:
+        signal.signal(signal.SIGINT, before)
     other.join()
     assert seen[0] == 2
     assert isinstance(seen[1], LeaseHeldError) and "sweep:long" in str(seen[1]), seen[1]
