@@ -38,7 +38,7 @@ test: $(READY)
 
 screenshots: $(READY)
 	$(BIN)/python tests/programs.py
-	GRPO_SCREENSHOTS=docs/images $(BIN)/pytest -q tests/browser
+	GRPO_SCREENSHOTS=docs/images $(BIN)/pytest -q tests/browser --basetemp=/tmp/grpo
 
 chaos: $(READY)
 	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))

@@ -47,8 +47,8 @@ class KnownResult(StageFuture):
 def forget_results() -> None:
     """Drops what Prefect remembers of results, but for references that somebody holds.
 
-    In long runs the others are most of the memory. The strings and numbers inside references make it draw arrows between
-    stages that have nothing but a name in common.
+    In long runs the others are most of the memory. The strings and numbers inside references make it draw arrows
+    between stages that have nothing but a name in common.
     """
     context = FlowRunContext.get()
     if context is not None:

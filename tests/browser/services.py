@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,9 @@ from typing import Any
 from grpo_lib.services.checks import free_port
 
 START_SECONDS = 240
+BUSY = 503
+"""With SQLite, Prefect's answer to one of two that write at the same time. Its clients ask again; its pages don't."""
+TRIES = 8
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,15 @@ class Services:
         request = urllib.request.Request(
             f"{self.prefect}/api{path}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.loads(answer.read())
+        for _ in range(TRIES):
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    return json.loads(answer.read())
+            except urllib.error.HTTPError as error:
+                if error.code != BUSY:
+                    raise
+                time.sleep(1)
+        raise AssertionError(f"Prefect is busy: {path}")
 
     def deployment(self, name: str) -> str:
         """Address of the page of a deployment."""
