@@ -36,6 +36,7 @@ test: $(READY)
 	$(BIN)/python tests/programs.py
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
+# In a folder with a short name: it is seen on the pages.
 screenshots: $(READY)
 	$(BIN)/python tests/programs.py
 	GRPO_SCREENSHOTS=docs/images $(BIN)/pytest -q tests/browser --basetemp=/tmp/grpo
