@@ -26,7 +26,8 @@ TINY = (
 )  # fmt: skip
 SHOWN = (
     str(ROOT / "deployments/configs/expressions.yaml"), "iterations=40", "evaluation.every=10",
-    "evaluation.prompts=256", "checkpoint.every=20", "tracking.registered_model=expressions",
+    "evaluation.prompts=256", "checkpoint.every=20", "trainer.optimizer.warmup_steps=2",
+    "tracking.registered_model=expressions",
 )  # fmt: skip
 
 

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable
 from io import BytesIO
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 from matplotlib.image import imread
 from playwright.sync_api import Locator, Page, expect
+from scipy.ndimage import maximum_filter
 
 from grpo_lib.config import StoreConfig
 from grpo_lib.run import load_run
@@ -41,14 +43,14 @@ def open_tab(page: Page, name: str) -> None:
     page.locator(".p-tab, .p-tab-navigation__tab, button, a").get_by_text(name, exact=True).first.click()
 
 
-def until_taken(page: Page, request: str, press: Callable[[], None]) -> None:
-    """Presses again, as a person does, while the page says that the server is busy."""
+def until_taken(page: Page, request: str, press: Callable[[], None]) -> dict[str, Any]:
+    """Presses again, as a person does, while the page says that the server is busy; returns the server's answer."""
     for _ in range(TRIES):
         with page.expect_response(lambda each: each.request.method == "POST" and each.url.endswith(request)) as answer:
             press()
         if answer.value.status != BUSY:
             assert answer.value.ok, answer.value.text()
-            return
+            return answer.value.json()
         page.wait_for_timeout(1000)
     raise AssertionError("Prefect is busy all the time")
 
@@ -59,37 +61,60 @@ def name_the_run(page: Page, name: str) -> None:
     naming.locator("textarea").fill(name)
 
 
-def submit(page: Page) -> None:
-    until_taken(page, "/create_flow_run", page.get_by_role("button", name="Submit").click)
+def submit(page: Page, pages: Services) -> str:
+    """Presses Submit, and returns the id of the flow run when it has ended well."""
+    run = until_taken(page, "/create_flow_run", page.get_by_role("button", name="Submit").click)["id"]
+    pages.until_state(run, "COMPLETED", 600)
+    return run
 
 
 def train_from_the_form(page: Page, pages: Services, name: str, picture: Picture | None = None, **fields: str) -> str:
-    """Fills in the form of `train`, presses Submit, and returns the id of the flow run when it has ended well."""
+    """Fills in the form of `train` and runs it."""
     open_form(page, pages, "train")
     name_the_run(page, name)
     for label, value in fields.items():
         field(page, label.replace("_", " ") + " (Optional)").locator("input").fill(value)
     if picture is not None:
         picture("prefect-form")
-    submit(page)
-    return pages.until_state(f"train {name}", "COMPLETED", 600)["id"]
+    return submit(page, pages)
 
 
 def stage_in_graph(page: Page, state: str) -> Locator:
-    """Clicks a stage in that state in the graph, which is a picture; what the page says of the stage then."""
+    """Clicks a stage in that state in the graph, which is a picture; what the page says of the stage then.
+
+    Where stages are too small to be clicked, it turns the wheel over them first.
+    """
     canvas = page.locator(".flow-run-graph canvas")
-    seen: list[tuple[int, int]] = []
-    for _ in range(60):
+    before = None
+    for _ in range(40):
         page.wait_for_timeout(500)
-        pixels = imread(BytesIO(canvas.screenshot()), format="png")[:-40, :, :3]  # below is the bar of the run's states
-        inside = np.abs(255 * pixels - COLOURS[state]).sum(axis=2) < 6
-        inside[1:-1, 1:-1] &= inside[:-2, 1:-1] & inside[2:, 1:-1] & inside[1:-1, :-2] & inside[1:-1, 2:]
-        rows, columns = inside[1:-1, 1:-1].nonzero()
-        seen.append((int(columns[0]) + 1, int(rows[0]) + 1) if len(rows) else (0, 0))
-        if len(rows) and seen[-2:] == [seen[-1]] * 2:  # the graph has moved into place
-            canvas.click(position={"x": seen[-1][0], "y": seen[-1][1]})
+        pixels = imread(BytesIO(canvas.screenshot()), format="png")[20:-50, :, :3]  # without times and states
+        moves, before = before is None or (pixels != before).any(), pixels
+        if moves:
+            continue
+        far = maximum_filter(np.abs(255 * pixels - COLOURS[state]).sum(axis=2), size=3)
+        row, column = np.unravel_index(far.argmin(), far.shape)
+        place = {"x": int(column), "y": int(row) + 20}
+        if far[row, column] < 6:
+            canvas.click(position=place)
             return page.locator(".flow-run-graph-selection-panel")
+        canvas.hover(position=place)
+        page.mouse.wheel(0, -200)
     raise AssertionError(f"nothing in the graph is {state}")
+
+
+def look_at_run(page: Page, pages: Services, flow_run: str, name: str) -> None:
+    """At its page: the graph of its stages, and its artifacts."""
+    page.goto(f"{pages.prefect}/runs/flow-run/{flow_run}")
+    expect(page.get_by_text(f"train {name}")).to_be_visible()
+    stage = stage_in_graph(page, "Completed")
+    expect(stage.get_by_text(re.compile(rf"^{name}/(setup|\d{{6}})/[a-z_]+$"))).to_be_visible()
+    expect(stage.get_by_text("Completed")).to_be_visible()
+    stage.get_by_role("button").first.click()
+    expect(stage).to_be_hidden()
+    open_tab(page, "Artifacts")
+    for artifact in ("progress", "iterations", "curves", "rollouts", "report"):
+        expect(page.get_by_text(f"{name}-{artifact}", exact=True).last).to_be_visible()
 
 
 def open_artifact(page: Page, pages: Services, flow_run: str, name: str) -> None:
@@ -103,17 +128,7 @@ def test_the_form_of_train_starts_a_run_and_its_page_shows_graph_and_artifacts(
     page: Page, pages: Services, picture: Picture
 ) -> None:
     run = train_from_the_form(page, pages, "first", picture)
-    page.goto(f"{pages.prefect}/runs/flow-run/{run}")
-    expect(page.get_by_text("train first")).to_be_visible()
-    stage = stage_in_graph(page, "Completed")
-    expect(stage.get_by_text(re.compile(r"^first/(setup|\d{6})/[a-z_]+$"))).to_be_visible()
-    expect(stage.get_by_text("Completed")).to_be_visible()
-    stage.get_by_role("button").first.click()
-    expect(stage).to_be_hidden()
-    open_tab(page, "Artifacts")
-    for name in ("progress", "iterations", "curves", "rollouts", "report"):
-        expect(page.get_by_text(f"first-{name}", exact=True).last).to_be_visible()
-    picture("prefect-run")
+    look_at_run(page, pages, run, "first")
     open_artifact(page, pages, run, "first-curves")
     expect(page.locator("img[alt='curves of the run']")).to_be_visible()
     picture("prefect-curves")
@@ -136,16 +151,19 @@ def test_a_wrong_value_is_refused_by_the_form(page: Page, pages: Services) -> No
     assert page.url.endswith("/run") and len(pages.ask("/flow_runs/filter")) == before
 
 
-def test_another_problem_can_be_chosen_in_the_form(page: Page, pages: Services) -> None:
+def test_another_problem_can_be_chosen_in_the_form(page: Page, pages: Services, picture: Picture) -> None:
     open_form(page, pages, "train")
     chosen = field(page, "Data")
     chosen.get_by_text("ExpressionsData", exact=True).click()
     expect(chosen.get_by_text("Operands (Optional)")).to_be_visible()
     name_the_run(page, "other")
     field(page, "Iterations (Optional)").locator("input").fill("3")
-    submit(page)
-    pages.until_state("train other", "COMPLETED", 600)
+    run = submit(page, pages)
     assert load_run(StoreConfig(uri=str(pages.folder / "grpo-store")), "other").config.data.problem == "expressions"
+    look_at_run(page, pages, run, "other")
+    page.get_by_title("Recenter graph (c)").click()
+    page.wait_for_timeout(1000)  # the graph moves into place
+    picture("prefect-run")
 
 
 def test_retry_after_a_failed_reward_runs_that_stage_and_what_follows(
@@ -156,14 +174,15 @@ def test_retry_after_a_failed_reward_runs_that_stage_and_what_follows(
     found = pages.ask("/deployments/filter", deployments={"name": {"any_": ["train"]}})[0]
     config = found["parameters"]["config"] | {"name": "graded", "iterations": 3}
     config["reward"] = {"functions": [{"path": "grader.py", "name": "reward"}]}
-    pages.ask(f"/deployments/{found['id']}/create_flow_run", name="graded", parameters={"config": config})
-    failed = pages.until_state("train graded", "FAILED", 300)
+    made = pages.ask(f"/deployments/{found['id']}/create_flow_run", name="graded", parameters={"config": config})
+    failed = made["id"]
+    pages.until_state(failed, "FAILED", 600)
     pages.until_ended("graded")
     run = load_run(StoreConfig(uri=str(pages.folder / "grpo-store")), "graded")
     before = {each.path: each.created_ms for each in run.stages.manifests()}
     there = {each.stage for each in run.stages.manifests() if each.iteration == 1}
     assert "rollout" in there and not there & {"reward", "advantage", "update"}
-    page.goto(f"{pages.prefect}/runs/flow-run/{failed['id']}")
+    page.goto(f"{pages.prefect}/runs/flow-run/{failed}")
     expect(page.get_by_text("no such row").first).to_be_visible()
     stage = stage_in_graph(page, "Failed")
     expect(stage.get_by_text("graded/000001/reward")).to_be_visible()
@@ -175,14 +194,14 @@ def test_retry_after_a_failed_reward_runs_that_stage_and_what_follows(
         page.get_by_role("dialog").get_by_role("button", name="Retry").click()
 
     until_taken(page, "/set_state", retry)
-    pages.until_state("train graded", "COMPLETED", 600)
+    pages.until_state(failed, "COMPLETED", 600)
     after = {each.path: each for each in run.stages.manifests()}
     assert before.items() <= {path: each.created_ms for path, each in after.items()}.items()
     new = [each for path, each in after.items() if path not in before]
     assert {each.stage for each in new if each.iteration == 1} >= {"reward", "advantage", "update"}
     assert not [each for each in new if each.iteration == 1 and each.stage in ("prompts", "rollout")]
     assert not [each for each in new if each.iteration == 0]
-    tasks = pages.ask("/task_runs/filter", flow_runs={"id": {"any_": [failed["id"]]}}, sort="EXPECTED_START_TIME_DESC")
+    tasks = pages.ask("/task_runs/filter", flow_runs={"id": {"any_": [failed]}}, sort="EXPECTED_START_TIME_DESC")
     again = {each["name"]: each["state_name"] for each in tasks if each["flow_run_run_count"] == 2}
     assert {again[f"graded/000001/{stage}"] for stage in ("prompts", "rollout")} == {"Cached"}
     assert {again[f"graded/000001/{stage}"] for stage in ("reward", "advantage", "update")} == {"Completed"}
