@@ -36,9 +36,10 @@ test: $(READY)
 	$(BIN)/python tests/programs.py
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
+# In a folder with a short name: it is seen on the pages.
 screenshots: $(READY)
 	$(BIN)/python tests/programs.py
-	GRPO_SCREENSHOTS=docs/images $(BIN)/pytest -q tests/browser
+	GRPO_SCREENSHOTS=docs/images $(BIN)/pytest -q tests/browser --basetemp=/tmp/grpo
 
 chaos: $(READY)
 	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))

@@ -20,10 +20,12 @@ from uuid import UUID
 from prefect import flow, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
 from prefect.runtime import task_run
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Crashed
 from pydantic import BaseModel
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from flows.report import artifact_key
 from flows.train import train
@@ -56,6 +58,11 @@ CURVES = {
 
 _ended: ContextVar[threading.Event] = ContextVar("_ended")
 """Set when the sweep of this context is cancelled or interrupted: its runs are stopped."""
+
+KNOWN = Retrying(
+    retry=retry_if_exception_type(ObjectNotFound), stop=stop_after_delay(120), wait=wait_fixed(0.2), reraise=True
+)
+"""Until Prefect's server knows a task run: it is told of them by events, which may come late."""
 
 Outcome = Literal["done", "stopped", "failed"]
 
@@ -197,12 +204,16 @@ def trial(asked: Trial, sweep: SweepConfig, names: list[str]) -> TrialReport:
 
 def _train(asked: Trial, sweep: SweepConfig, names: list[str]) -> tuple[Outcome, str]:
     """In a process of its own, as a sub-flow of this task's flow."""
+    parent = UUID(str(task_run.get_id()))
     with get_client(sync_client=True) as client:
+        for attempt in KNOWN:
+            with attempt:
+                client.read_task_run(parent)
         made = client.create_flow_run(
             train,
             name=f"train {asked.name}",
             parameters={"config": asked.config.model_dump(mode="json")},
-            parent_task_run_id=UUID(str(task_run.get_id())),
+            parent_task_run_id=parent,
             tags=["grpo", "sweep", sweep.name],
         )
     process = subprocess.Popen(

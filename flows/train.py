@@ -31,7 +31,7 @@ from grpo_lib.tracking.address import tracking_uri
 from grpo_lib.tracking.mlflow import tracker_for
 from tasks.advantage import advantage
 from tasks.dataset import dataset
-from tasks.futures import StageFuture, forget_results
+from tasks.futures import StageFuture
 from tasks.logprobs import old_logprobs, ref_logprobs, values
 from tasks.policy import inherited, pretrained, warm_start
 from tasks.publish import publish, published_elsewhere
@@ -119,7 +119,6 @@ def every_stage(run: Run, data: ArtifactRef) -> Publications:
             state = iterate(run, k, batches.take(k, state.policy), initial, state, published)
             published += milestones(run, k + 1, data, state.policy)
             drop_done(published)
-            forget_results()
     except BaseException as error:
         batches.close(wait=isinstance(error, Exception))
         raise

@@ -42,7 +42,7 @@ from grpo_lib.storage.lease import check_lease
 from grpo_lib.storage.local import full_disk_errors
 from grpo_lib.storage.stages import ArtifactRef, Attempt, InputRef
 from tasks.elsewhere import run_on_worker
-from tasks.futures import KnownResult, StageFuture
+from tasks.futures import KnownResult, StageFuture, forget_results
 from tasks.logs import log_stage
 from tasks.planner import current_planner
 
@@ -200,6 +200,7 @@ class StageTask:
         external: Mapping[str, str] | None = None,
     ) -> tuple[ArtifactRef | None, Any, dict[str, Any]]:
         check_lease(run)
+        forget_results()
         key = run.key(self.spec, artifacts(inputs), iteration, shard, external)
         known = run.stages.find(self.spec, key, iteration, shard)
         if known is None:

@@ -45,9 +45,13 @@ class KnownResult(StageFuture):
 
 
 def forget_results() -> None:
-    """Drops what Prefect remembers of results that nobody holds any more: in long runs that is most of the memory."""
+    """Drops what Prefect remembers of results, but for references that somebody holds.
+
+    In long runs the others are most of the memory. The strings and numbers inside references make it draw arrows
+    between stages that have nothing but a name in common.
+    """
     context = FlowRunContext.get()
     if context is not None:
         for key, (_, _, result) in list(context.run_results.items()):
-            if result is None or result() is None:  # None: a string or number inside a result
+            if result is None or not isinstance(result(), ArtifactRef):
                 context.run_results.pop(key, None)

@@ -19,8 +19,11 @@ PUBLISH = StageSpec(
     version=2,
     reads=("run_name", "tracking.uri", "tracking.experiment", "tracking.rollout_samples"),
 )
-SHOWN = ["prompt", "text", "reference", "value", "correct", "finish_reason"]
-"""Columns of an evaluation that people read."""
+SHOWN = {
+    "prompt": "prompt", "text": "response", "reference": "reference", "value": "reward", "correct": "correct",
+    "finish_reason": "ended by",
+}  # fmt: skip
+"""Columns of an evaluation that people read, and their titles."""
 
 
 @stage_task(PUBLISH)
@@ -110,4 +113,4 @@ def held_out_samples(evaluation: pa.Table, count: int) -> pa.Table:
     """The first sampled (else greedy) responses of an evaluation, for people."""
     mode = pc.max(evaluation.column("mode")).as_py()  # "sampled" sorts after "greedy"
     rows = evaluation.filter(pc.equal(evaluation.column("mode"), mode)).slice(0, count)
-    return rows.select(SHOWN)
+    return rows.select(list(SHOWN)).rename_columns(list(SHOWN.values()))

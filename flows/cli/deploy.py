@@ -204,7 +204,7 @@ def _is_setting(config: Path) -> bool:
 def _retraining(file: Path | None) -> dict[str, Any] | None:
     from grpo_lib.config_files import load_retrain_config
 
-    return None if file is None else _given(load_retrain_config(file))
+    return None if file is None else load_retrain_config(file).model_dump(mode="json", exclude_unset=True)
 
 
 def _demo() -> dict[str, Any]:
@@ -214,8 +214,13 @@ def _demo() -> dict[str, Any]:
 
 
 def _given(config: Any) -> dict[str, Any]:
-    """The settings that were given: a form shows the others with their defaults."""
-    return config.model_dump(mode="json", exclude_unset=True)
+    """The settings that were given: a form shows the others with their defaults.
+
+    Those of the problem are all there: a form takes the problem with which a value has the most settings in common,
+    and the first one when there are several.
+    """
+    given = config.model_dump(mode="json", exclude_unset=True)
+    return given | {"data": config.data.model_dump(mode="json")}
 
 
 def _plan(file: Path) -> dict[str, Any]:

@@ -70,11 +70,11 @@ class History:
 
 
 def _short(value: float | None) -> float | None:
-    """To four digits.
+    """To four digits, and no finer than a millionth.
 
-    >>> [_short(0.123456), _short(12345.6), _short(None)]
-    [0.1235, 12346.0, None]
+    >>> [_short(0.123456), _short(12345.6), _short(-1.247e-8), _short(None)]
+    [0.1235, 12346.0, 0.0, None]
     """
     if value is None:
         return None
-    return round(value) + 0.0 if abs(value) >= 1000 else float(f"{value:.4g}")
+    return round(value) + 0.0 if abs(value) >= 1000 else round(float(f"{value:.4g}"), 6) + 0.0

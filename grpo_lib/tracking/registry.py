@@ -68,7 +68,7 @@ class Registry(MlflowServer):
             source,
             run_id=checkpoint.run_id,
             tags=tags,
-            description=f"Policy {checkpoint.policy_version} of run {checkpoint.run}: `{checkpoint.place}`",
+            description=f"Policy {checkpoint.policy_version} of run {checkpoint.run}",
             model_id=checkpoint.model_id,
         )
         return str(made.version)

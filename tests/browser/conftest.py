@@ -17,7 +17,7 @@ SIZE = {"width": 1400, "height": 900}
 SECONDS = 60_000
 
 TINY = (
-    "iterations=3", "data={problem: countdown, train_prompts: 200, heldout_prompts: 8}", "warm_start.steps=3",
+    "iterations=3", "data={problem: countdown, train_prompts: 200, heldout_prompts: 8}",
     "warm_start={steps: 3, warmup_steps: 1, batch_size: 4, demonstrations: 16}",
     "model.small={hidden_size: 32, layers: 1, heads: 2, kv_heads: 2, mlp_size: 32}",
     "rollout={prompts: 4, samples: 2, max_prompt_tokens: 24, max_new_tokens: 12}", "trainer.optimizer.warmup_steps=0",
@@ -25,8 +25,9 @@ TINY = (
     "tracking.system_seconds=1",
 )  # fmt: skip
 SHOWN = (
-    str(ROOT / "deployments/configs/expressions.yaml"), "iterations=40", "evaluation.every=10", "checkpoint.every=20",
-    "evaluation.prompts=256", "tracking.registered_model=shown",
+    str(ROOT / "deployments/configs/expressions.yaml"), "iterations=40", "evaluation.every=10",
+    "evaluation.prompts=256", "checkpoint.every=20", "trainer.optimizer.warmup_steps=2",
+    "tracking.registered_model=expressions",
 )  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(viewport=SIZE, color_scheme="light")
+    context.add_init_script("localStorage.setItem('color-scheme', '\"light\"')")  # Prefect's pages are dark else
     made = context.new_page()
     made.set_default_timeout(SECONDS)
     yield made
@@ -64,6 +66,6 @@ def picture(page: Page, tmp_path: Path) -> Callable[[str], None]:
     folder = Path(os.environ.get(SCREENSHOTS, tmp_path))
 
     def take(name: str) -> None:
-        page.screenshot(path=folder / f"{name}.png")
+        page.screenshot(path=folder / f"{name}.png", animations="disabled")
 
     return take

@@ -239,7 +239,7 @@ def test_mlflow_holds_all_of_a_run_once_however_often_it_runs(tiny: Tiny) -> Non
         "evaluation/000004.json",
     ]  # fmt: skip
     table = found["tables"]["evaluation/000004.json"]
-    assert table["columns"] == ["prompt", "text", "reference", "value", "correct", "finish_reason"]
+    assert table["columns"] == ["prompt", "response", "reference", "reward", "correct", "ended by"]
     assert len(table["data"]) == 8, "4 prompts, 2 samples each"
     note = found["tags"]["mlflow.note.content"]
     for command in (

@@ -190,6 +190,19 @@ def test_the_run_appears_on_the_prefect_server_with_named_tasks(tiny: Tiny, pref
     assert {each["state_type"] for each in runs if each["name"].startswith("visible/")} == {"COMPLETED"}
 
 
+def test_the_graph_on_prefects_page_has_the_arrows_that_the_manifests_have(tiny: Tiny, prefect_here: str) -> None:
+    report = train(tiny("name=arrows", "iterations=2"))
+    runs = ask(prefect_here, "task_runs/filter", {"limit": 200, "sort": "END_TIME_DESC"})
+    drawn = {}
+    names = {each["id"]: each["name"].rpartition("/")[2].split(".")[0] for each in runs}
+    for each in runs:
+        inputs = [one for several in each["task_inputs"].values() for one in several if "id" in one]
+        drawn[each["name"]] = {names[one["id"]] for one in inputs}
+    for stage in ("rollout", "reward", "advantage", "update"):
+        made_from = {each.stage for each in of(report, stage, 1)[0].inputs}
+        assert drawn[f"arrows/000001/{stage}"] == made_from, stage
+
+
 def test_a_repeated_run_shows_as_cached_and_a_lost_dataset_is_made_again_whatever_prefect_remembers(
     tiny: Tiny, prefect_here: str
 ) -> None:

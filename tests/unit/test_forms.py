@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.cli.deploy import _fill, code_version
+from flows.cli.deploy import _fill, _values, code_version
+from grpo_lib.config import RunConfig
 
+CONFIGS = Path(__file__).parents[2] / "deployments" / "configs"
+SCHEMA = RunConfig.model_json_schema()
 FILE = Path(__file__).parents[2] / "deployments" / "prefect.yaml"
 
 
@@ -43,3 +46,33 @@ def test_an_image_says_what_it_was_built_from(monkeypatch: pytest.MonkeyPatch) -
     assert code_version() == "0123456789ab"
     monkeypatch.setenv("GRPO_COMMIT", "")  # an image without it
     assert code_version() not in ("", "0123456789ab")
+
+
+def chosen(value: dict[str, Any]) -> str:
+    """The problem that Prefect's form opens with: of most settings in common, the first."""
+    names = [each["$ref"].rpartition("/")[2] for each in SCHEMA["properties"]["data"]["anyOf"]]
+    return max(names, key=lambda name: len(value.keys() & SCHEMA["$defs"][name]["properties"].keys()))
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "expected"),
+    [
+        ("{problem: countdown}", ["evaluation.prompts=8"], "CountdownData"),
+        ("{problem: expressions}", ["evaluation.prompts=8"], "ExpressionsData"),
+        ("{problem: gsm8k, path: train.jsonl}", ["evaluation.prompts=8"], "Gsm8kData"),
+        (
+            "{problem: files, train: [train.jsonl]}",
+            ["evaluation.prompts=8", "reward.functions=[{name: exact_match}]"],
+            "FilesData",
+        ),
+    ],
+)
+def test_the_form_opens_with_the_problem_of_the_configuration(data: str, more: list[str], expected: str) -> None:
+    values = _values(None, CONFIGS / "demo.yaml", [f"data={data}", *more])
+    assert chosen(values["data"]) == expected
+    assert RunConfig.model_validate(values).data.problem == values["data"]["problem"]
+
+
+def test_other_settings_are_left_to_the_defaults_of_the_form() -> None:
+    values = _values(None, CONFIGS / "demo.yaml", [])
+    assert values["warm_start"] == {} and "tracking" not in values

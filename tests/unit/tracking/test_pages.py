@@ -99,8 +99,7 @@ def test_a_page_of_rollouts_shows_reward_and_advantage_and_cuts_what_is_long() -
 def test_only_web_addresses_become_links() -> None:
     page = links_page({"store": "/data/`x`", "MLflow": "http://host/#/runs/1", "bad": "javascript:alert(1)"})
     assert page.splitlines() == [
-        "- store: `` /data/`x` ``", r"- MLflow: [http://host/\#/runs/1](http://host/#/runs/1)",
-        "- bad: `javascript:alert(1)`",
+        "- store: `` /data/`x` ``", "- [MLflow](http://host/#/runs/1)", "- bad: `javascript:alert(1)`",
     ]  # fmt: skip
 
 
