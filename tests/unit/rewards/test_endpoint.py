@@ -383,9 +383,16 @@ def test_nobody_there_is_an_error_that_names_the_place() -> None:
 
 
 def test_who_is_out_of_time_says_what_it_waited_for() -> None:
+    async def until_answered(there: Server, limit: asyncio.Timeout) -> None:
+        while len(there.headers) < 2:
+            await asyncio.sleep(0.01)
+        limit.reschedule(asyncio.get_running_loop().time() + 0.5)
+
     async def patient(there: Server) -> None:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(60) as limit:
+            watch = asyncio.create_task(until_answered(there, limit))
             await judge(sample(), url=there.url, model="m", prompt="{response}", pattern="1")
+            await watch
 
     with replies(says("Score: 1"), (429, {"retry-after": "60"}, "slowly")) as there:
         ask(there)  # what is imported at the first question does not count
