@@ -9,7 +9,7 @@
 It may be killed anywhere and is run again: what is committed is not done twice.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from uuid import UUID
 
 from prefect import flow
@@ -55,6 +55,9 @@ STATES = {
 """Prefect's names of the states in which a retraining ends; all are of the type Completed."""
 
 
+Reason = Annotated[str, Field(min_length=1)]
+
+
 class Approval(RunInput):
     """What a person says to a challenger that passes the rule."""
 
@@ -96,7 +99,7 @@ def flow_run_name() -> str:
 
 
 @flow(name="retrain", flow_run_name=flow_run_name)
-def retrain(config: RetrainConfig, answer: Answer | None = None, abandon: str | None = None) -> State[RetrainReport]:
+def retrain(config: RetrainConfig, answer: Answer | None = None, abandon: Reason | None = None) -> State[RetrainReport]:
     """Trains the champion on the prompts that came since the last time, and promotes what comes out if it is better.
 
     Args:
@@ -113,8 +116,10 @@ def run_retraining(config: RetrainConfig, answer: Answer | None, abandon: str | 
     """One round: an open one, or a new one if there are new prompts.
 
     Raises:
-        ConfigError: the answer is to a version that does not wait for one.
+        ConfigError: the answer is to a version that does not wait for one, or the round is to be abandoned as well.
     """
+    if answer is not None and abandon is not None:
+        raise ConfigError("`answer` and `abandon` exclude each other; give one")
     ledger, registry = Ledger(config.train.store, config.model), Registry(config.train)
     check_store(ledger.objects)
     tracking = config.train.tracking
@@ -124,7 +129,7 @@ def run_retraining(config: RetrainConfig, answer: Answer | None, abandon: str | 
     with holding_in_turn(ledger.retraining, seconds) as lease:
         with moving_champion(ledger, registry):
             pass  # what a crash left untold is told now
-        if abandon:
+        if abandon is not None:
             return _decided(ledger, end_round(ledger, registry, abandon))
         if answer is not None:
             opened = ledger.open()

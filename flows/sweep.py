@@ -37,6 +37,7 @@ from grpo_lib.preflight import check_surroundings
 from grpo_lib.progress import progress
 from grpo_lib.run import Run, differences, stored_json
 from grpo_lib.storage.lease import Held, holding
+from grpo_lib.storage.objects import ObjectStore
 from grpo_lib.storage.paths import sweep_file, trial_file
 from grpo_lib.sweeps import Curve, SweepConfig, Trial, is_hopeless, preflight_of, shown, trials
 from grpo_lib.tracking.chart import charts, data_uri
@@ -114,12 +115,16 @@ def sweep(config: RunConfig, sweep: SweepConfig) -> SweepReport:
     _open(config, sweep, asked)
     tracker = SweepTracker(config, sweep, objects.uri)
     with holding(Held(objects=objects, name=f"sweep:{sweep.name}")):
-        tracker.begin()
-        try:
-            reports = _every(asked, sweep)
-        except BaseException:
-            tracker.end([], None, None, "FAILED")
-            raise
+        return _made(asked, sweep, objects, tracker)
+
+
+def _made(asked: list[Trial], sweep: SweepConfig, objects: ObjectStore, tracker: SweepTracker) -> SweepReport:
+    tracker.begin()
+    try:
+        reports = _every(asked, sweep)
+    except BaseException:
+        tracker.end([], None, None, "FAILED")
+        raise
     reports = sorted(reports, key=lambda each: (each.outcome != "done", each.value is None, -(each.value or 0.0)))
     best = next((each for each in reports if each.outcome == "done" and each.value is not None), None)
     result = SweepReport(
@@ -170,12 +175,12 @@ def _every(asked: list[Trial], sweep: SweepConfig) -> list[TrialReport]:
     ended = threading.Event()
     _ended.set(ended)
     with ThreadPoolExecutor(sweep.parallel, thread_name_prefix="trial") as pool:
-        futures = [
-            pool.submit(copy_context().run, trial.with_options(task_run_name=each.name), each, sweep, names)
-            for each in asked
-        ]
         reports = []
         try:
+            futures = [
+                pool.submit(copy_context().run, trial.with_options(task_run_name=each.name), each, sweep, names)
+                for each in asked
+            ]
             for future in futures:
                 reports.append(future.result())
                 done += 1

@@ -21,7 +21,6 @@ WITH_CONFIG = ("train", "sweep")
 WITH_STORE = ("evaluate", "rerun-stage", "rescore")
 """Deployments that look for runs in a store."""
 RETRAIN = "retrain"
-ARRIVED = "grpo.prompts.arrived"
 POLL_SECONDS = "2"
 """Between a served worker's looks for new runs; Prefect's own 10 are for many workers."""
 
@@ -186,14 +185,14 @@ def _values(kept: dict[str, Any] | None, config: Path | None, overrides: list[st
     if config is not None and not _is_setting(config):
         return _given(load_config(config, overrides))
     settings = overrides if config is None else [str(config), *overrides]
+    if kept is None:
+        return _given(make_config(_demo(), settings))
     try:
-        return _given(make_config(_demo() if kept is None else kept, settings))
-    except ConfigError as error:
-        if kept is None:
-            raise
-        raise ConfigError(
-            f"a form on the server has other settings: {error}. Mend it, or give a configuration"
-        ) from None
+        make_config(kept)
+    except ConfigError as error:  # of an earlier version, or half filled in: it is a person's, and it stops nobody
+        typer.echo(f"a form on the server stays as it is, it can't be used: {error}", err=True)
+        return kept
+    return _given(make_config(kept, settings, origin="the form on Prefect's server"))
 
 
 def _is_setting(config: Path) -> bool:
@@ -253,8 +252,9 @@ def _fill(
         name, parameters = each["name"], kept.get(each["name"], {})
         if name in WITH_CONFIG:
             parameters = parameters | {"config": _values(parameters.get("config"), config, overrides)}
-        elif name in WITH_STORE and store is not None and (moved or "store" not in parameters):
-            parameters = parameters | {"store": store}
+        elif name in WITH_STORE and (moved or "store" not in parameters):
+            others = {key: value for key, value in parameters.items() if key != "store"}
+            parameters = others if store is None else others | {"store": store}
         elif name == RETRAIN and retraining is not None:
             parameters = parameters | {"config": retraining}
         each["parameters"] = parameters | (each.get("parameters") or {})
@@ -276,8 +276,11 @@ def _keep(plan: dict[str, Any], there: dict[str, "Form"], *, listen: bool) -> No
 def _listen(deployment: dict[str, Any], retraining: dict[str, Any] | None) -> None:
     """To the arrivals of its own model; without one to none."""
     triggers = deployment.pop("triggers", None)
-    if retraining is not None and triggers:
-        mine = {"match": {"prefect.resource.id": f"grpo.retraining.{retraining['model']}"}}
+    model = None if retraining is None else retraining.get("model")
+    if model is not None and triggers:
+        from grpo_lib.retraining.records import ARRIVED
+
+        mine = {"match": {"prefect.resource.id": f"grpo.retraining.{model}"}}
         deployment["triggers"] = [each | mine if each.get("expect") == [ARRIVED] else each for each in triggers]
 
 

@@ -1,14 +1,18 @@
 """What Prefect's server has of the deployments: the values of their forms, their schedules, what starts them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolUpdate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+
+from grpo_lib.errors import ConfigError
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import DeploymentSchedule
@@ -28,9 +32,20 @@ class Form:
     """Whether events start it; None: nothing is there that would."""
 
 
+@contextmanager
+def _prefect() -> Iterator[SyncPrefectClient]:
+    try:
+        with get_client(sync_client=True) as client:
+            yield client
+    except (PrefectHTTPStatusError, httpx.HTTPError) as error:
+        raise ConfigError(
+            f"Prefect's server did not take it: {str(error)[:1000]}. A server with a password wants PREFECT_API_AUTH_STRING"
+        ) from error
+
+
 def read_forms(names: Iterable[str], pool: str) -> dict[str, Form]:
     """Those of a pool, by name; others may have such names."""
-    with get_client(sync_client=True) as client:
+    with _prefect() as client:
         wanted = DeploymentFilter(name=DeploymentFilterName(any_=list(names)))
         found = [each for each in client.read_deployments(deployment_filter=wanted) if each.work_pool_name == pool]
         return {
@@ -47,12 +62,12 @@ def read_forms(names: Iterable[str], pool: str) -> dict[str, Form]:
 
 def fill_form(form: Form, parameters: dict[str, Any]) -> None:
     """Literally: `prefect deploy` takes ``{{ word }}`` in them for a template of its own."""
-    with get_client(sync_client=True) as client:
+    with _prefect() as client:
         client.update_deployment(form.id, DeploymentUpdate(parameters=parameters))
 
 
 def has_pool(name: str) -> bool:
-    with get_client(sync_client=True) as client:
+    with _prefect() as client:
         try:
             client.read_work_pool(name)
         except ObjectNotFound:
@@ -62,7 +77,7 @@ def has_pool(name: str) -> bool:
 
 def limit_pool(name: str, runs: int) -> None:
     """By the server: a worker with a limit of its own dies of a run that is retried before its process has ended."""
-    with get_client(sync_client=True) as client:
+    with _prefect() as client:
         client.update_work_pool(name, WorkPoolUpdate(concurrency_limit=runs))
 
 
@@ -75,5 +90,6 @@ def _schedule(found: "DeploymentSchedule") -> dict[str, Any]:
 
 
 def _enabled(client: SyncPrefectClient, deployment: UUID) -> bool | None:
-    found = client.read_resource_related_automations(f"prefect.deployment.{deployment}")
-    return any(each.enabled for each in found) if found else None
+    name = f"prefect.deployment.{deployment}"
+    own = [each for each in client.read_resource_related_automations(name) if each.owner_resource == name]
+    return any(each.enabled for each in own) if own else None

@@ -192,6 +192,9 @@ def watch(
     config: Config,
     overrides: Overrides = None,
     every: Annotated[float, typer.Option(min=1, help="Seconds between two looks.")] = 30.0,
+    again: Annotated[
+        float, typer.Option(min=0.01, help="Hours after which files are told of again that no round has taken.")
+    ] = 6.0,
     once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
 ) -> None:
     """Tell Prefect when new prompt files arrive (event `grpo.prompts.arrived`), until Ctrl-C."""
@@ -211,7 +214,9 @@ def watch(
     while True:
         try:
             new = seen.new(ledger.taken())
-            if new and announce_arrivals(settings.model, settings.train.store.uri, new, ledger.last_decided()):
+            number = int(time.time() / (3600 * again))
+            store, decided = settings.train.store.uri, ledger.last_decided()
+            if new and announce_arrivals(settings.model, store, new, decided, number):
                 typer.echo(f"{len(new)} new files: told Prefect")
             elif once:
                 typer.echo("no new files" if not new else f"{len(new)} new files: Prefect knows")

@@ -64,6 +64,7 @@ def _plan(config: RetrainConfig, ledger: Ledger, registry: Registry, new: Sequen
         replay=snapshot(ledger, number, "replay", old) if old else None,
         heldout=snapshot(ledger, number, "heldout", heldout_lines(config.data)),
         config={},
+        rules=_rules(config),
         by=somebody(),
         at=utc_now(),
         at_ms=now_ms(),
@@ -108,10 +109,16 @@ def training_config(config: RetrainConfig, ledger: Ledger, plan: Plan) -> RunCon
     return make_config(values, origin=f"round {plan.round} of model {plan.model}")
 
 
+def _rules(config: RetrainConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", include={"promotion", "first_champion", "approval", "approval_hours"})
+
+
 def _check_unchanged(config: RetrainConfig, plan: Plan) -> None:
     changed = differences(
         make_config(dict(plan.config)), training_config(config, Ledger(config.train.store, plan.model), plan)
     )
+    rules = _rules(config)
+    changed += [f"{name}: {old} -> {rules[name]}" for name, old in plan.rules.items() if old != rules[name]]
     if changed:
         raise ConfigError(
             f"round {plan.round} of model {plan.model!r} began with other settings ({'; '.join(changed)}); let it go "

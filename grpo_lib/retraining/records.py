@@ -15,6 +15,8 @@ from pydantic import JsonValue
 from grpo_lib.storage.manifests import Record, Sha256
 
 Outcome = Literal["promoted", "refused", "superseded", "abandoned", "rolled back"]
+ARRIVED = "grpo.prompts.arrived"
+"""The event that tells of new prompt files."""
 TAKEN: tuple[Outcome, ...] = ("promoted", "refused")
 """Outcomes after which the files of a round are not new any more."""
 
@@ -65,6 +67,8 @@ class Plan(Record):
     heldout: Snapshot
     config: dict[str, JsonValue]
     """Of the training run."""
+    rules: dict[str, JsonValue]
+    """By which it is decided."""
     by: str
     at: str
     at_ms: int

@@ -108,7 +108,7 @@ class Lease:
             self._look()  # this process, or its connection to the store, was away for a while
         if self._lost is not None:
             raise LeaseLostError(
-                f"run {self._run!r} was taken over while this process was paused: {self._lost}. What was committed is "
+                f"{_what(self._run)} was taken over while this process was paused: {self._lost}. What was committed is "
                 "kept; let the other go on"
             )
 
@@ -129,7 +129,7 @@ class Lease:
             with impatient():
                 self._write(released=True)
         except StoreError as error:
-            logger.warning("the lease of run %s could not be released, it expires by itself: %s", self._run, error)
+            logger.warning("the lease of %s could not be released, it expires by itself: %s", _what(self._run), error)
         finally:
             self._one.release()
 
@@ -140,7 +140,7 @@ class Lease:
                 with impatient():  # the next beat is the retry
                     self.beat()
             except StoreError as error:
-                logger.info("no heartbeat of run %s: %s", self._run, error)
+                logger.info("no heartbeat of %s: %s", _what(self._run), error)
 
     def _look(self) -> None:
         newest = newest_epoch(self._objects, self._run)
@@ -151,6 +151,16 @@ class Lease:
         self._count += 1
         beat = Beat(id=self._me.id, count=self._count, at=utc_now(), released=released)
         self._objects.put_bytes(paths.beat_file(self._run, self.epoch), beat.model_dump_json().encode())
+
+
+def _what(name: str) -> str:
+    """For people.
+
+    >>> _what("demo"), _what("sweep:rates")
+    ("run 'demo'", "sweep 'rates'")
+    """
+    kind, colon, rest = name.partition(":")
+    return f"{kind} {rest!r}" if colon else f"run {name!r}"
 
 
 class Contest:
@@ -220,7 +230,7 @@ class Contest:
         last = "" if beat is None else f"; its last heartbeat says {beat.at}"
         end = "" if claim is None else f", or end it with `kill {claim.pid}` on {claim.host}"
         return LeaseHeldError(
-            f"run {self._run!r} is held by {who(claim)}{last}. Let it go on{end}; a holder that is gone gives way "
+            f"{_what(self._run)} is held by {who(claim)}{last}. Let it go on{end}; a holder that is gone gives way "
             f"after {self._pace.expiry:g} s without a heartbeat"
         )
 
@@ -306,7 +316,7 @@ def _acquire(run: Place, me: Claim, pace: Pace) -> Lease:
     told = False
     while (lease := contest.poll()) is None:
         if not told:
-            progress().note(f"run {run.name!r} was not released by its last holder: watching for {pace.expiry:g} s")
+            progress().note(f"{_what(run.name)} was not released by its last holder: watching for {pace.expiry:g} s")
             told = True
         time.sleep(pace.poll)
     return lease

@@ -101,7 +101,7 @@ def story(
         story.note_aliases("day 1")
 
         write_prompts(folder / "inbox" / "day2.jsonl", 200, 2)
-        story.before_kill = killed_half_way(story, values)
+        story.before_kill = killed_half_way(story, values | {"approval": "manual"})
         story.note_aliases("killed")
         write_prompts(folder / "inbox" / "day3.jsonl", 200, 3, poisoned=True)  # arrives while nobody works
         (folder / "inbox" / "day2.jsonl").unlink()  # what a round has taken is in the store
@@ -275,7 +275,7 @@ def test_the_second_of_two_is_refused_or_waits_as_configured(story: Story) -> No
     thread = threading.Thread(target=first)
     thread.start()
     assert busy.wait(30)
-    with pytest.raises(LeaseHeldError, match="run 'retraining:letters' is held by process"):
+    with pytest.raises(LeaseHeldError, match="retraining 'letters' is held by process"):
         retrain(story.config.model_copy(update={"when_busy": "refuse"}))
     assert not released
     assert retrain(story.config).status == "nothing to do"  # type: ignore[union-attr]
@@ -307,9 +307,8 @@ def test_other_settings_do_not_go_on_with_an_open_round_and_it_can_be_abandoned(
     files = [each.model_copy(update={"sha256": uuid4().hex * 2}) for each in second.files]
     story.ledger.create(number, "plan.json", second.model_copy(update={"round": number, "files": files}))
     changed = story.config.model_copy(update={"train": story.config.train.model_copy(update={"seed": 5})})
-    with pytest.raises(
-        ConfigError, match=rf"round {number} of model 'letters' began with other settings \(seed: 0 -> 5"
-    ):
+    differ = r"\(seed: 0 -> 5; approval: manual -> auto"
+    with pytest.raises(ConfigError, match=rf"round {number} of model 'letters' began with other settings {differ}"):
         retrain(changed)
     said = command("retrain", str(story.folder / "retrain.yaml"), "--abandon", "wrong seed")
     assert (said["outcome"], said["reasons"]) == ("abandoned", ["wrong seed"])
@@ -409,6 +408,8 @@ def test_a_training_that_always_fails_leaves_the_champion_alone_until_the_form_e
     assert story.ledger.open() is None
     assert story.ledger.last_decided() == opened.number
     assert story.registry.aliases("letters") == aliases
+    with pytest.raises(ConfigError, match="`answer` and `abandon` exclude each other"):
+        flows.retrain.retrain(story.config, flows.retrain.Answer(version="2", promote=True), "both")
     assert not {each.sha256 for each in opened.plan.files} & story.ledger.taken()  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="has no open round; there is nothing to abandon"):
         flows.retrain.retrain(story.config, abandon="again")
@@ -489,10 +490,10 @@ def test_an_arrival_is_told_once(story: Story) -> None:
 
     new = [("inbox/a.jsonl", uuid4().hex * 2)]
     model = f"letters-{uuid4().hex[:8]}"
-    assert announce_arrivals(model, "store", new, 3)
-    assert not announce_arrivals(model, "store", new, 3)
+    assert announce_arrivals(model, "store", new, 3, 7)
+    assert not announce_arrivals(model, "store", new, 3, 7)
     arrivals._told.clear()  # as another process would not know
-    assert announce_arrivals(model, "store", new, 3)
+    assert announce_arrivals(model, "store", new, 3, 7)
     wanted = {"filter": {"resource": {"id": [f"grpo.retraining.{model}"]}}}
     deadline = time.monotonic() + 30
     found: list[Any] = []
@@ -504,4 +505,5 @@ def test_an_arrival_is_told_once(story: Story) -> None:
         (event,) = client.request("POST", "/events/filter", json=wanted).json()["events"]
     assert event["event"] == "grpo.prompts.arrived"
     assert event["payload"] == {"model": model, "files": ["inbox/a.jsonl"], "count": 1}
-    assert announce_arrivals(model, "store", new, 4), "the round before took them not: they are told of again"
+    assert announce_arrivals(model, "store", new, 4, 7), "the round before took them not: they are told of again"
+    assert announce_arrivals(model, "store", new, 4, 8), "nobody took them for long: they are told of again"

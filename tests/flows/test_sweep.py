@@ -164,7 +164,7 @@ def test_an_interrupted_sweep_ends_its_runs_and_nobody_else_may_work_on_it(
         signal.signal(signal.SIGINT, before)
     other.join()
     assert seen[0] == 2
-    assert isinstance(seen[1], LeaseHeldError) and "sweep:long" in str(seen[1]), seen[1]
+    assert isinstance(seen[1], LeaseHeldError) and "sweep 'long' is held" in str(seen[1]), seen[1]
     assert trials_now() == []
     assert started("long-02") == [], "it was started after the end"
     assert not list(open_store(base.store).list("sweeps/long/long-"))

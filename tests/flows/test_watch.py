@@ -84,7 +84,7 @@ def test_a_file_that_arrives_starts_a_round_that_a_person_ends(
         running(watched, prefect_server, "watch", "retrain.yaml", "--every", "1") as watch,
     ):
         until(lambda: "started!" in served.read_text(), served)
-        announce_arrivals(f"{model}-2", config.train.store.uri, [("elsewhere.jsonl", uuid4().hex * 2)], 0)
+        announce_arrivals(f"{model}-2", config.train.store.uri, [("elsewhere.jsonl", uuid4().hex * 2)], 0, 0)
         write_prompts(tmp_path / "day1.jsonl", 200, 1).rename(tmp_path / "inbox" / "day1.jsonl")
         until(lambda: "1 new files: told Prefect" in watched.read_text(), watched)
         asked = in_state(0, "Suspended")

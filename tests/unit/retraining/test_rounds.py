@@ -8,7 +8,8 @@ import pytest
 
 from grpo_lib.config import StoreConfig
 from grpo_lib.config_data import FilesData
-from grpo_lib.errors import CorruptError, DataError, RunError
+from grpo_lib.errors import CorruptError, DataError, LeaseLostError, RunError
+from grpo_lib.retraining import promotion
 from grpo_lib.retraining.arrivals import Watch, arrived, heldout_lines, replayed, snapshot
 from grpo_lib.retraining.ledger import Ledger
 from grpo_lib.retraining.promotion import conclude
@@ -43,7 +44,7 @@ def planned(ledger: Ledger, number: int, files: list[File], lines: list[bytes], 
     start = champion and Champion(version=champion, run="r", policy_version=1, policy_digest="", checkpoint="")
     plan = Plan(
         model="demo", round=number, run=f"demo-{number:06d}", champion=start or None, files=files, new=stored,
-        replay=None, heldout=stored, config={}, by="", at="", at_ms=0, code="",
+        replay=None, heldout=stored, config={}, rules={}, by="", at="", at_ms=0, code="",
     )  # fmt: skip
     return ledger.create(number, "plan.json", plan)
 
@@ -177,6 +178,27 @@ def test_what_was_decided_otherwise_meanwhile_stays_and_the_champion_does_not_mo
         conclude(ledger, registry, plan, challenger, "promoted", [], by="late", rule=None)
     assert Aliases.moved == []
     assert conclude(ledger, registry, plan, challenger, "refused", [], by="late", rule=None).by == "", "the first stays"
+
+
+def test_who_lost_the_lease_neither_decides_nor_moves_the_champion(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Untouched:
+        def aliases(self, name: str) -> dict[str, str]:
+            return {}
+
+    def lost(place: object) -> None:
+        raise LeaseLostError("another holds it")
+
+    plan, registry = planned(ledger, 1, [], [b"{}"]), cast(Registry, Untouched())
+    monkeypatch.setattr(promotion, "check_lease", lost)
+    with pytest.raises(LeaseLostError):
+        conclude(ledger, registry, plan, judged(ledger, plan, "1"), "promoted", [], by="paused", rule=None)
+    assert ledger.rounds()[0].decision is None
+    decided(ledger, 1, "promoted", "1")
+    with pytest.raises(LeaseLostError), promotion.moving_champion(ledger, registry):
+        raise AssertionError("an untold decision is told first")
+    assert not ledger.rounds()[0].applied
 
 
 def test_a_changed_snapshot_is_not_learned_from(ledger: Ledger) -> None:
