@@ -39,7 +39,7 @@ def _prefect() -> Iterator[SyncPrefectClient]:
             yield client
     except (PrefectHTTPStatusError, httpx.HTTPError) as error:
         raise ConfigError(
-            f"Prefect's server did not take it: {str(error)[:1000]}. A server with a password wants PREFECT_API_AUTH_STRING"
+            f"Prefect's server did not take it: {str(error)[:1000]}; with a password it wants PREFECT_API_AUTH_STRING"
         ) from error
 
 
