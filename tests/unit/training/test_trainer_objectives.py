@@ -205,7 +205,8 @@ def test_in_bypass_mode_weights_and_rejection_follow_the_policy_from_step_to_ste
             assert step.values[name] == pytest.approx(expected.values[name], rel=2e-3, abs=1e-5), name
         assert ("is_weight" in step.values) == (rule != "rejection only")
     assert not torch.equal(masks[0], masks[-1]), "the policy moved, and with it what is rejected"
-    torch.testing.assert_close(parameters(trainer), parameters(other), rtol=0, atol=1e-5)
+    # Three steps of up to 0.01; Adam turns rounding of small gradients into some thousandths of a step.
+    torch.testing.assert_close(parameters(trainer), parameters(other), rtol=0, atol=5e-5)
 
 
 def test_in_bypass_mode_the_denominator_counts_what_was_given() -> None:
