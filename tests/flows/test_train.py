@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -192,12 +193,17 @@ def test_the_run_appears_on_the_prefect_server_with_named_tasks(tiny: Tiny, pref
 
 def test_the_graph_on_prefects_page_has_the_arrows_that_the_manifests_have(tiny: Tiny, prefect_here: str) -> None:
     report = train(tiny("name=arrows", "iterations=2"))
-    runs = ask(prefect_here, "task_runs/filter", {"limit": 200, "sort": "END_TIME_DESC"})
+    wanted = {"limit": 200, "task_runs": {"name": {"like_": "arrows/"}}}
+    deadline = time.monotonic() + 60
+    names: dict[str, str] = {}
+    while "arrows/000001/update" not in names.values() and time.monotonic() < deadline:  # Prefect is told by events
+        time.sleep(0.5)
+        runs = ask(prefect_here, "task_runs/filter", wanted)
+        names = {each["id"]: each["name"] for each in runs}
     drawn = {}
-    names = {each["id"]: each["name"].rpartition("/")[2].split(".")[0] for each in runs}
     for each in runs:
-        inputs = [one for several in each["task_inputs"].values() for one in several if "id" in one]
-        drawn[each["name"]] = {names[one["id"]] for one in inputs}
+        inputs = [one["id"] for several in each["task_inputs"].values() for one in several if "id" in one]
+        drawn[each["name"]] = {names[one].rpartition("/")[2].partition(".")[0] for one in inputs}
     for stage in ("rollout", "reward", "advantage", "update"):
         made_from = {each.stage for each in of(report, stage, 1)[0].inputs}
         assert drawn[f"arrows/000001/{stage}"] == made_from, stage
