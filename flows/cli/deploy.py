@@ -25,8 +25,9 @@ POLL_SECONDS = "2"
 """Between a served worker's looks for new runs; Prefect's own 10 are for many workers."""
 
 Config = Annotated[
-    Path | None, typer.Argument(help="YAML configuration that fills the forms of train and sweep.", show_default=False)
+    str | None, typer.Argument(help="YAML configuration that fills the forms of train and sweep.", show_default=False)
 ]
+"""No Path: it may be a setting, and a Path takes a slash out of its URL."""
 Overrides = Annotated[list[str] | None, typer.Argument(help="`key=value` settings over it.", show_default=False)]
 Retrain = Annotated[
     Path | None, typer.Option(metavar="FILE", help="YAML of a retraining: fills its form, and events start it.")
@@ -87,7 +88,7 @@ def serve(
 
 
 def put(
-    config: Path | None,
+    config: str | None,
     overrides: list[str],
     retrain: Path | None,
     pool: str,
@@ -177,14 +178,14 @@ def _server() -> str:
     return address.rstrip("/").removesuffix("/api")
 
 
-def _values(kept: dict[str, Any] | None, config: Path | None, overrides: list[str]) -> dict[str, Any]:
+def _values(kept: dict[str, Any] | None, config: str | None, overrides: list[str]) -> dict[str, Any]:
     """Settings of a training: those of a file, else those that the form has, else the demo's; and what is set over."""
     from grpo_lib.config_files import load_config, make_config
     from grpo_lib.errors import ConfigError
 
     if config is not None and not _is_setting(config):
-        return _given(load_config(config, overrides))
-    settings = overrides if config is None else [str(config), *overrides]
+        return _given(load_config(Path(config), overrides))
+    settings = overrides if config is None else [config, *overrides]
     if kept is None:
         return _given(make_config(_demo(), settings))
     try:
@@ -195,9 +196,9 @@ def _values(kept: dict[str, Any] | None, config: Path | None, overrides: list[st
     return _given(make_config(kept, settings, origin="the form on Prefect's server"))
 
 
-def _is_setting(config: Path) -> bool:
+def _is_setting(config: str) -> bool:
     """No file, but the first of the settings."""
-    return "=" in str(config) and not config.exists()
+    return "=" in config and not Path(config).exists()
 
 
 def _retraining(file: Path | None) -> dict[str, Any] | None:
@@ -239,7 +240,7 @@ def _plan(file: Path) -> dict[str, Any]:
 def _fill(
     plan: dict[str, Any],
     there: dict[str, "Form"],
-    config: Path | None,
+    config: str | None,
     overrides: list[str],
     retraining: dict[str, Any] | None,
 ) -> None:

@@ -24,7 +24,7 @@ def client(prefect_server: dict[str, str], prefect_here: str, monkeypatch: pytes
 
 
 def deployed(*settings: str, config: Path | None = None, retrain: Path | None = None) -> dict[str, Form]:
-    first = Path(settings[0]) if config is None and settings else config
+    first = settings[0] if config is None and settings else config and str(config)
     rest = list(settings if config is not None else settings[1:])
     names = {each["name"].partition("/")[2] for each in put(first, rest, retrain, POOL, "process", None, None)}
     assert names == {"train", "evaluate", "retrain", "rerun-stage", "rescore", "sweep"}

@@ -68,11 +68,16 @@ def chosen(value: dict[str, Any]) -> str:
     ],
 )
 def test_the_form_opens_with_the_problem_of_the_configuration(data: str, more: list[str], expected: str) -> None:
-    values = _values(None, CONFIGS / "demo.yaml", [f"data={data}", *more])
+    values = _values(None, str(CONFIGS / "demo.yaml"), [f"data={data}", *more])
     assert chosen(values["data"]) == expected
     assert RunConfig.model_validate(values).data.problem == values["data"]["problem"]
 
 
 def test_other_settings_are_left_to_the_defaults_of_the_form() -> None:
-    values = _values(None, CONFIGS / "demo.yaml", [])
+    values = _values(None, str(CONFIGS / "demo.yaml"), [])
     assert values["warm_start"] == {} and "tracking" not in values
+
+
+def test_a_first_setting_is_no_file_and_keeps_its_address() -> None:
+    values = _values(None, "tracking.uri=http://127.0.0.1:5000", ["iterations=3"])
+    assert values["tracking"] == {"uri": "http://127.0.0.1:5000"} and values["iterations"] == 3
