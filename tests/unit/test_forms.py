@@ -79,5 +79,5 @@ def test_other_settings_are_left_to_the_defaults_of_the_form() -> None:
 
 
 def test_a_first_setting_is_no_file_and_keeps_its_address() -> None:
-    values = _values(None, "tracking.uri=http://127.0.0.1:5000", ["iterations=3"])
-    assert values["tracking"] == {"uri": "http://127.0.0.1:5000"} and values["iterations"] == 3
+    values = _values(None, "tracking.uri=http://127.0.0.1:5000", ["iterations=30"])
+    assert values["tracking"] == {"uri": "http://127.0.0.1:5000"} and values["iterations"] == 30
