@@ -60,6 +60,17 @@ def prefect_server() -> dict[str, str]:
     return _prefect_settings(shared) | {"PREFECT_API_URL": url}
 
 
+@pytest.fixture(scope="module")
+def own_prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A server for a module that deploys: a deployment has one pool, and another test may take it for its own."""
+    folder = tmp_path_factory.mktemp("prefect")
+    started = _start_prefect(folder)
+    try:
+        yield _prefect_settings(folder) | {"PREFECT_API_URL": str(started["url"])}
+    finally:
+        os.killpg(int(started["pid"]), signal.SIGKILL)
+
+
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """URL of an S3 server; its credentials are in the environment."""

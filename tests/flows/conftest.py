@@ -1,6 +1,7 @@
 """Runs of the real flow in this process, against the session's Prefect server."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,26 @@ from grpo_lib.config_files import make_config
 from tests.flows.tiny import TINY, use_easy_reward
 
 
+@contextmanager
+def talking_to(server: dict[str, str]) -> Iterator[str]:
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: server["PREFECT_API_URL"], PREFECT_HOME: Path(server["PREFECT_HOME"])}):
+        yield server["PREFECT_API_URL"]
+
+
 @pytest.fixture(scope="session")
 def prefect_here(prefect_server: dict[str, str]) -> Iterator[str]:
     """This process talks to the session's Prefect server; the fixture's value is its address."""
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+    with talking_to(prefect_server) as address:
+        yield address
 
-    with temporary_settings(
-        {PREFECT_API_URL: prefect_server["PREFECT_API_URL"], PREFECT_HOME: Path(prefect_server["PREFECT_HOME"])}
-    ):
-        yield prefect_server["PREFECT_API_URL"]
+
+@pytest.fixture(scope="module")
+def own_prefect_here(own_prefect_server: dict[str, str]) -> Iterator[str]:
+    """The same with a server of the module's own."""
+    with talking_to(own_prefect_server) as address:
+        yield address
 
 
 @pytest.fixture

@@ -17,8 +17,10 @@ RETRAIN = Path(__file__).parents[2] / "deployments" / "configs" / "retrain.yaml"
 
 
 @pytest.fixture
-def client(prefect_server: dict[str, str], prefect_here: str, monkeypatch: pytest.MonkeyPatch) -> SyncPrefectClient:
-    for name, value in prefect_server.items():
+def client(
+    own_prefect_server: dict[str, str], own_prefect_here: str, monkeypatch: pytest.MonkeyPatch
+) -> SyncPrefectClient:
+    for name, value in own_prefect_server.items():
         monkeypatch.setenv(name, value)
     return get_client(sync_client=True)
 

@@ -52,7 +52,7 @@ def until(found: Callable[[], Any], *logs: Path) -> Any:
 
 
 def test_a_file_that_arrives_starts_a_round_that_a_person_ends(
-    tmp_path: Path, prefect_here: str, prefect_server: dict[str, str]
+    tmp_path: Path, own_prefect_here: str, own_prefect_server: dict[str, str]
 ) -> None:
     from flows.arrivals import announce_arrivals
 
@@ -80,8 +80,8 @@ def test_a_file_that_arrives_starts_a_round_that_a_person_ends(
 
     serve = ["serve", "--pool", model, "--retrain", "retrain.yaml", "--limit", "1"]
     with (
-        running(served, prefect_server, *serve),
-        running(watched, prefect_server, "watch", "retrain.yaml", "--every", "1") as watch,
+        running(served, own_prefect_server, *serve),
+        running(watched, own_prefect_server, "watch", "retrain.yaml", "--every", "1") as watch,
     ):
         until(lambda: "started!" in served.read_text(), served)
         announce_arrivals(f"{model}-2", config.train.store.uri, [("elsewhere.jsonl", uuid4().hex * 2)], 0, 0)
