@@ -303,11 +303,11 @@ async def _watch_and_cancel(place: Place, accident: Accident) -> None:
             held = any("held at parts" in each.message for each in said)
             return said if held and any("of 1000000" in each.message for each in said) else []
 
-        await until_true(lines, FEW_SECONDS)
+        await until_true(lines, SECONDS)
         await client.set_flow_run_state(run.id, Cancelling())
 
         async def cancelled() -> bool:
             state = (await client.read_flow_run(run.id)).state
             return state is not None and state.is_cancelled()
 
-        await until_true(cancelled, FEW_SECONDS)
+        await until_true(cancelled, SECONDS)
