@@ -178,7 +178,9 @@ def _server() -> str:
     return address.rstrip("/").removesuffix("/api")
 
 
-def _values(kept: dict[str, Any] | None, config: str | None, overrides: list[str]) -> dict[str, Any]:
+def _values(
+    kept: dict[str, Any] | None, config: str | None, overrides: list[str], *, form: str = "train"
+) -> dict[str, Any]:
     """Settings of a training: those of a file, else those that the form has, else the demo's; and what is set over."""
     from grpo_lib.config_files import load_config, make_config
     from grpo_lib.errors import ConfigError
@@ -191,9 +193,9 @@ def _values(kept: dict[str, Any] | None, config: str | None, overrides: list[str
     try:
         make_config(kept)
     except ConfigError as error:  # of an earlier version, or half filled in: it is a person's, and it stops nobody
-        typer.echo(f"a form on the server stays as it is, it can't be used: {error}", err=True)
+        typer.echo(f"the form of {form} stays as it is, and can't be used: {error}", err=True)
         return kept
-    return _given(make_config(kept, settings, origin="the form on Prefect's server"))
+    return _given(make_config(kept, settings, origin=f"the form of {form}"))
 
 
 def _is_setting(config: str) -> bool:
@@ -246,13 +248,14 @@ def _fill(
 ) -> None:
     """Puts settings into the forms that have none of their own in prefect.yaml."""
     kept = {name: form.parameters for name, form in there.items()}
-    trained = kept.get("train", {}).get("config")
-    store = _values(trained, config, overrides).get("store")
+    before = {name: kept.get(name, {}).get("config") for name in WITH_CONFIG}
+    values = {name: _values(before[name], config, overrides, form=name) for name in WITH_CONFIG}
+    trained, store = before["train"], values["train"].get("store")
     moved = trained is None or store != trained.get("store")
     for each in plan["deployments"]:
         name, parameters = each["name"], kept.get(each["name"], {})
         if name in WITH_CONFIG:
-            parameters = parameters | {"config": _values(parameters.get("config"), config, overrides)}
+            parameters = parameters | {"config": values[name]}
         elif name in WITH_STORE and (moved or "store" not in parameters):
             others = {key: value for key, value in parameters.items() if key != "store"}
             parameters = others if store is None else others | {"store": store}

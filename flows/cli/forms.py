@@ -54,7 +54,7 @@ def read_forms(names: Iterable[str], pool: str) -> dict[str, Form]:
                 label=f"{client.read_flow(each.flow_id).name}/{each.name}",
                 parameters=each.parameters,
                 schedules=[_schedule(one) for one in each.schedules],
-                enabled=_enabled(client, each.id),
+                enabled=_enabled(client, each.id, each.name),
             )
             for each in found
         }
@@ -89,7 +89,8 @@ def _schedule(found: "DeploymentSchedule") -> dict[str, Any]:
     return kind | {name: value for name, value in rest.items() if value not in (None, {})}
 
 
-def _enabled(client: SyncPrefectClient, deployment: UUID) -> bool | None:
-    name = f"prefect.deployment.{deployment}"
-    own = [each for each in client.read_resource_related_automations(name) if each.owner_resource == name]
+def _enabled(client: SyncPrefectClient, deployment: UUID, name: str) -> bool | None:
+    """Of the automations that `prefect deploy` made for it, by their names; people may have others."""
+    found = client.read_resource_related_automations(f"prefect.deployment.{deployment}")
+    own = [each for each in found if each.name.startswith(f"{name}__automation_")]
     return any(each.enabled for each in own) if own else None

@@ -33,7 +33,9 @@ def deployed(*settings: str, config: Path | None = None, retrain: Path | None = 
     return read_forms(names, POOL)
 
 
-def test_what_people_set_on_the_server_outlives_the_next_deploy(client: SyncPrefectClient, tmp_path: Path) -> None:
+def test_what_people_set_on_the_server_outlives_the_next_deploy(
+    client: SyncPrefectClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     forms = deployed()
     assert forms["train"].parameters["config"]["data"]["problem"] == "countdown"
     assert forms["train"].parameters == forms["sweep"].parameters
@@ -79,5 +81,10 @@ def test_what_people_set_on_the_server_outlives_the_next_deploy(client: SyncPref
 
     headless = {key: value for key, value in changed.items() if key != "warm_start"}
     client.update_deployment(forms["train"].id, DeploymentUpdate(parameters={"config": headless}))
-    with pytest.raises(ConfigError, match=r"a form on the server has other settings: .*warm_start.*Mend it, or give"):
-        deployed()
+    capsys.readouterr()
+    kept = deployed("iterations=11")
+    assert kept["train"].parameters == {"config": headless}, "it is a person's, and it stops nobody"
+    assert kept["sweep"].parameters["config"]["iterations"] == 11
+    assert capsys.readouterr().err.count("the form of train stays as it is, and can't be used: config: model.path") == 1
+    with pytest.raises(ConfigError, match="the form of sweep: iterationz: no such setting"):
+        deployed("iterationz=3")
