@@ -119,6 +119,11 @@ def sweep(config: RunConfig, sweep: SweepConfig) -> SweepReport:
 
 
 def _made(asked: list[Trial], sweep: SweepConfig, objects: ObjectStore, tracker: SweepTracker) -> SweepReport:
+    """Carries it out; who calls it holds the sweep.
+
+    Raises:
+        RunError: runs failed.
+    """
     tracker.begin()
     try:
         reports = _every(asked, sweep)

@@ -75,9 +75,8 @@ def _start(address: str, log: int) -> "subprocess.Popen[bytes]":
     command += ["--host", "127.0.0.1", "--port", port, "--log-level", "error", "--lifespan", "on"]
     # The flags with which Prefect starts its own temporary server: no user interface, no schedulers.
     flags = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
-    return subprocess.Popen(command, env=os.environ | flags, stdout=log, stderr=log,
-        preexec_fn=partial(end_with_parent, signal.SIGTERM),
-    )  # fmt: skip
+    end = partial(end_with_parent, signal.SIGTERM)
+    return subprocess.Popen(command, env=os.environ | flags, stdout=log, stderr=log, preexec_fn=end)
 
 
 def _wait(server: "subprocess.Popen[bytes]", address: str, log: IO[bytes]) -> None:
