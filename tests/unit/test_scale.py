@@ -13,8 +13,8 @@ from tests.benchmarks.scale.check import BETWEEN, MeasuredRun, errors, fit, leav
 from tests.benchmarks.scale.hardware import DECODE_POINTS, GPUS, Efficiency, Gpu, Host, ObjectStore
 from tests.benchmarks.scale.iteration import Placement, System, handover_seconds, simulate
 from tests.benchmarks.scale.model import MODELS, Model
-from tests.benchmarks.scale.published import compare, read, typical_ratio
-from tests.benchmarks.scale.rollout import Engine
+from tests.benchmarks.scale.published import compare, read, steps, typical_ratio
+from tests.benchmarks.scale.rollout import Engine, interrupted_seconds, rollout_seconds
 from tests.benchmarks.scale.scenarios import make_system
 from tests.benchmarks.scale.split import best_split, placements
 from tests.benchmarks.scale.training import Trainer
@@ -54,6 +54,17 @@ def test_rows_wait_for_room_in_the_cache() -> None:
     alone = engine.decode_seconds(10, np.array([10]))
     assert engine.decode_seconds(10, np.array([10, 10])) == pytest.approx(2 * alone)
     assert engine.decode_seconds(11, np.array([10])) == float("inf")
+
+
+def test_interrupted_rollouts_do_not_wait_for_the_longest_row() -> None:
+    engine = Engine(model=SMALL, gpu=replace(PLAIN, flops=1e12, memory=1e9), efficiency=IDEAL, tensor_parallel=1)
+    same = replace(WORK, prompt_tokens=0, mean_tokens=1000.0, spread=1e-6)
+    # 128 rows of 1,000 tokens at a time, half of their context read on average, whether or not they are interrupted.
+    expected = 1000 * (3.0 + 128 * 500 * 0.040)
+    assert interrupted_seconds(engine, same, 1, 0) == pytest.approx(expected, rel=1e-3)
+    assert rollout_seconds(engine, same, 1) == pytest.approx(expected, rel=2e-3)
+    spread = replace(same, spread=0.8)
+    assert interrupted_seconds(engine, spread, 1, 1) < rollout_seconds(engine, spread, 1)
 
 
 def test_an_update_is_operations_over_those_of_all_gpus() -> None:
@@ -168,7 +179,7 @@ def test_every_published_figure_names_its_source_and_is_simulated_without_a_cons
     data = read()
     assert all(each["source"] in data["sources"] for each in data["figures"])
     assert all(each["url"].startswith("https://") and each["date"] for each in data["sources"].values())
-    found = [each for each in compare(Efficiency()) if each.comparable and each.what == "step"]
+    found = steps(compare(Efficiency()))
     mean, spread = typical_ratio(found)
     assert 0.7 < mean < 1.4 and spread < 1.5  # what docs/benchmarks.md says of it, roughly
     assert all(each.assumed for each in found)

@@ -93,7 +93,7 @@ class DecodePoint:
     seconds: float
 
 
-DECODE_SOURCE = "https://buildkite.com/vllm/performance-benchmark/builds/9515 (vLLM's nightly benchmark, latency tests)"
+DECODE_SOURCE = "https://buildkite.com/vllm/performance-benchmark/builds/9515 (vLLM's own benchmark, latency tests)"
 DECODE_POINTS = (
     DecodePoint(
         model="llama-8b", gpu="H200", tensor_parallel=1, rows=8, prompt_tokens=32, new_tokens=128, seconds=0.833,

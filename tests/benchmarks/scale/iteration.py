@@ -6,7 +6,7 @@ from typing import Literal
 
 from tests.benchmarks.scale.hardware import Efficiency, Gpu, Host, ObjectStore
 from tests.benchmarks.scale.model import HALF, Model
-from tests.benchmarks.scale.rollout import Engine, rollout_seconds
+from tests.benchmarks.scale.rollout import Engine, interrupted_seconds, rollout_seconds
 from tests.benchmarks.scale.training import FLOAT, Trainer
 from tests.benchmarks.scale.workload import Workload
 
@@ -27,7 +27,9 @@ class Placement:
     train_gpus: int
     tensor_parallel: int
     colocated: bool = False
-    max_staleness: int = 0
+    max_staleness: float = 0
+    interrupted: bool = False
+    """A new policy interrupts rollouts and goes on with them, as in AReaL; this project waits."""
 
     @property
     def gpus(self) -> int:
@@ -85,9 +87,13 @@ def simulate(system: System, placement: Placement) -> Iteration:
     )
     shards = ceil(placement.rollout_gpus / system.gpu.per_machine)
     given, taken = handover_seconds(system, placement.colocated, train_gpus + placement.rollout_gpus)
+    if placement.interrupted:
+        generating = interrupted_seconds(engine, work, placement.engines, placement.max_staleness)
+    else:
+        generating = rollout_seconds(engine, work, placement.engines)
     stages = {
         "load weights": taken,
-        "rollout": rollout_seconds(engine, work, placement.engines) + commit_seconds(system, ROLLOUT_BYTES, shards),
+        "rollout": generating + commit_seconds(system, ROLLOUT_BYTES, shards),
         "reward": work.rows / shards * host.reward_seconds + commit_seconds(system, 0),
         "log-probs": 0.0,
         "advantage": work.tokens * host.advantage_seconds + commit_seconds(system, ADVANTAGE_BYTES),
@@ -102,9 +108,9 @@ def simulate(system: System, placement: Placement) -> Iteration:
         return Iteration(stages=stages, seconds=float("inf"))
     if placement.colocated or placement.max_staleness == 0:
         return Iteration(stages=stages, seconds=sum(stages.values()))
-    generating = sum(stages[each] for each in ("load weights", "rollout", "reward"))
+    ahead = sum(stages[each] for each in ("load weights", "rollout", "reward"))
     learning = sum(stages[each] for each in ("log-probs", "advantage", "update", "hand over weights"))
-    return Iteration(stages=stages, seconds=max(generating, learning) + host.unhidden * stages["workflow"])
+    return Iteration(stages=stages, seconds=max(ahead, learning) + host.unhidden * stages["workflow"])
 
 
 def commit_seconds(system: System, bytes_per_token: int, shards: int = 1) -> float:

@@ -13,7 +13,7 @@ from tests.benchmarks.scale.published import Comparison
 from tests.benchmarks.scale.scenarios import PREDICTED, SCENARIOS, Prediction, Sensitivity
 from tests.benchmarks.scale.tables import placement_text
 
-STYLES = {"today": "--", "parallel": "-"}
+STYLES = {"today": "--", "parallel": "-", "interrupted": "-."}
 
 
 def draw_times(found: Sequence[Prediction], spread: float, path: Path) -> None:
@@ -88,18 +88,18 @@ def draw_sensitivity(found: Sequence[Sensitivity], path: Path) -> None:
 
 
 def draw_published(found: Sequence[Comparison], path: Path) -> None:
-    """Seconds of a step, simulated over published; hollow: another algorithm."""
+    """Seconds of a step, simulated over published; hollow: with rollouts that a new policy interrupts."""
     figure, axis = plt.subplots(figsize=(6.4, 5), layout="constrained")
-    steps = [each for each in found if each.what == "step"]
-    for number, system in enumerate(dict.fromkeys(each.system for each in steps)):
-        mine = [each for each in steps if each.system == system]
-        for comparable in (True, False):
-            points = [(each.published, each.simulated) for each in mine if each.comparable == comparable]
+    whole = [each for each in found if each.what == "step"]
+    for number, system in enumerate(dict.fromkeys(each.system for each in whole)):
+        mine = [each for each in whole if each.system == system]
+        for interrupted in (False, True):
+            points = [(each.published, each.simulated) for each in mine if each.interrupted == interrupted]
             if points:
-                face = f"C{number}" if comparable else "none"
-                label = system if comparable else f"{system}, interrupts rollouts"
+                face = "none" if interrupted else f"C{number}"
+                label = f"{system}, rollouts interrupted" if interrupted else system
                 axis.scatter(*zip(*points, strict=True), edgecolors=f"C{number}", facecolors=face, label=label)
-    ends = [0.9 * min(each.published for each in steps), 1.1 * max(each.published for each in steps)]
+    ends = [0.9 * min(each.published for each in whole), 1.1 * max(each.published for each in whole)]
     axis.plot(ends, ends, color="gray")
     for factor in (0.75, 1 / 0.75):
         axis.plot(ends, [each * factor for each in ends], ":", color="gray")

@@ -5,6 +5,7 @@ mean length from the published seconds of the log-prob pass, or from the fractio
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, log
@@ -46,8 +47,10 @@ class Comparison:
     published: float
     simulated: float
     assumed: tuple[str, ...]
-    comparable: bool
-    """False: the source runs another algorithm, which does not wait for the longest row."""
+    interrupted: bool
+    """The source does not wait for the longest row."""
+    upper_end: bool
+    """An input is known as an upper bound only, so that the simulated time is one."""
 
     @property
     def ratio(self) -> float:
@@ -82,7 +85,8 @@ def _compare(figure: dict[str, Any], data: dict[str, Any], efficiency: Efficienc
             published=seconds,
             simulated=stages[what],
             assumed=(*like["assumed"], *figure.get("assumed", ())),
-            comparable=figure.get("comparable", True),
+            interrupted=figure.get("interrupted", False),
+            upper_end="truncated" in like,
         )
         for what, seconds in figure["seconds"].items()
     ]
@@ -102,7 +106,7 @@ def make_system(figure: dict[str, Any], efficiency: Efficiency) -> System:
         mean = truncated_workload_mean(figure["max_tokens"], figure["truncated"], system.workload.spread)
         return replace(system, workload=replace(system.workload, mean_tokens=mean))
     if "mean_from_logprobs" in figure:
-        gpus = figure["gpus"] - figure.get("rollout_gpus", 0)
+        gpus = figure.get("logprob_gpus", figure["gpus"] - figure.get("rollout_gpus", 0))
         return replace(system, workload=_mean_of(system, gpus, figure["mean_from_logprobs"]))
     return system
 
@@ -110,7 +114,9 @@ def make_system(figure: dict[str, Any], efficiency: Efficiency) -> System:
 def make_placement(figure: dict[str, Any], system: System) -> Placement:
     """As published, or the simulation's best where the source does not say."""
     if "tensor_parallel" not in figure:
-        best = best_split(system, figure["gpus"], figure.get("max_staleness", 0))
+        best = best_split(
+            system, figure["gpus"], figure.get("max_staleness", 0), interrupted=figure.get("interrupted", False)
+        )
         assert best is not None
         return best.placement
     apart = "rollout_gpus" in figure
@@ -120,7 +126,8 @@ def make_placement(figure: dict[str, Any], system: System) -> Placement:
         train_gpus=figure["gpus"] - rollout if apart else rollout,
         tensor_parallel=figure["tensor_parallel"],
         colocated=not apart,
-        max_staleness=int(apart),
+        max_staleness=figure.get("max_staleness", int(apart)),
+        interrupted=figure.get("interrupted", False),
     )
 
 
@@ -139,7 +146,12 @@ def _mean_of(system: System, gpus: int, seconds: float) -> Workload:
     return replace(system.workload, mean_tokens=low)
 
 
-def typical_ratio(found: list[Comparison]) -> tuple[float, float]:
+def steps(found: Sequence[Comparison]) -> list[Comparison]:
+    """Whole steps whose inputs are known or inferred, not bounded."""
+    return [each for each in found if each.what == "step" and not each.upper_end]
+
+
+def typical_ratio(found: Sequence[Comparison]) -> tuple[float, float]:
     """Geometric mean of simulated over published, and the factor of one standard deviation."""
     logs = [log(each.ratio) for each in found]
     mean = sum(logs) / len(logs)

@@ -87,6 +87,26 @@ class Engine:
 
 
 @lru_cache(maxsize=65_536)
+def interrupted_seconds(engine: Engine, workload: Workload, engines: int, ahead: float) -> float:
+    """In the steady state where nobody waits for the longest row: each new policy goes on with what is unfinished.
+
+    An engine always has its part of ``1 + ahead`` batches in work, or as many rows as fit; their contexts are read
+    again with each new policy.
+    """
+    rows = workload.rows / engines
+    lengths = workload.lengths(workload.rows)
+    room = engine.rows_at_a_time(workload.prompt_tokens, lengths)
+    if room == 0:
+        return float("inf")
+    running = max(1, min(room, round((1 + ahead) * rows)))
+    mean_context = workload.prompt_tokens + float((lengths.astype(np.float64) ** 2).sum()) / (2 * float(lengths.sum()))
+    steps = rows * workload.mean_tokens / running
+    step = engine.fixed_seconds(running) + running * mean_context * engine.token_seconds
+    again = engine.prefill_seconds(running, round(mean_context))
+    return engine.prefill_seconds(rows / workload.samples, workload.prompt_tokens) + again + steps * step
+
+
+@lru_cache(maxsize=65_536)
 def rollout_seconds(engine: Engine, workload: Workload, engines: int) -> float:
     """Of the engine with the longest row; rows are dealt out evenly, as shards of a stage are."""
     rows = -(-workload.rows // engines)

@@ -17,8 +17,8 @@ from tests.benchmarks.scale import tables
 from tests.benchmarks.scale.check import fit, leave_one_out
 from tests.benchmarks.scale.hardware import Efficiency
 from tests.benchmarks.scale.measured import measured_run
-from tests.benchmarks.scale.published import compare, typical_ratio
-from tests.benchmarks.scale.scenarios import predict, sensitivities
+from tests.benchmarks.scale.published import compare, steps, typical_ratio
+from tests.benchmarks.scale.scenarios import SCENARIOS, predict, sensitivities
 
 SENSITIVE = (("llama-8b", 64), ("llama-70b", 256))
 
@@ -26,7 +26,7 @@ SENSITIVE = (("llama-8b", 64), ("llama-70b", 256))
 def simulate_all(plots: Path | None) -> dict[str, Any]:
     predictions, compared = predict(), compare(Efficiency())
     sensitive = [each for model, gpus in SENSITIVE for each in sensitivities(model, gpus)]
-    for scenario in ("today", "parallel"):
+    for scenario in SCENARIOS:
         print(f"\n## Predictions, {scenario}\n\n{tables.predictions(predictions, scenario)}")
         print(f"\n### Seconds a stage, {scenario}, max_staleness 1\n\n{tables.stages(predictions, scenario, 1)}")
     print(f"\n## Sensitivity\n\n{tables.sensitivity(sensitive)}")
@@ -34,7 +34,7 @@ def simulate_all(plots: Path | None) -> dict[str, Any]:
     if plots is not None:
         from tests.benchmarks.scale.plots import draw_published, draw_sensitivity, draw_stages, draw_times
 
-        _, spread = typical_ratio([each for each in compared if each.comparable and each.what == "step"])
+        _, spread = typical_ratio(steps(compared))
         draw_times(predictions, spread, plots / "scale-time.png")
         draw_stages(predictions, plots / "scale-stages.png")
         draw_sensitivity(sensitive, plots / "scale-sensitivity.png")

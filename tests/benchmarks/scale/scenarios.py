@@ -13,9 +13,10 @@ PREDICTED = ("llama-8b", "llama-70b")
 WORK = Workload(prompts=256, samples=16, prompt_tokens=256, mean_tokens=2048, max_tokens=8192, optimizer_steps=4)
 """4,096 responses, 8.4 million tokens: reasoning of medium length."""
 STREAMS = 16
-SCENARIOS = ("today", "parallel")
+SCENARIOS = ("today", "parallel", "interrupted")
 """`today`: the trainer's ranks on one machine, one stream of hashes and writes. `parallel`: ranks on any number of
-machines, and each policy hashed and written in 16 streams."""
+machines, and each policy hashed and written in 16 streams. `interrupted`: that, and with overlap a new policy goes on
+with rollouts instead of waiting for the longest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +43,13 @@ def predict(gpu: str = "H100") -> list[Prediction]:
             scenario=scenario,
             gpus=gpus,
             max_staleness=staleness,
-            best=best_split(make_system(model, scenario, gpu), gpus, staleness),
+            best=best_split(make_system(model, scenario, gpu), gpus, staleness, interrupted=scenario == "interrupted"),
         )
         for model in PREDICTED
         for scenario in SCENARIOS
         for gpus in SIZES
         for staleness in (0, 1)
+        if staleness or scenario != "interrupted"
     ]
 
 

@@ -16,7 +16,7 @@ class Split:
     iteration: Iteration
 
 
-def placements(system: System, gpus: int, max_staleness: int) -> Iterator[Placement]:
+def placements(system: System, gpus: int, max_staleness: float, interrupted: bool = False) -> Iterator[Placement]:
     """Each uses all GPUs. Overlap needs the halves apart."""
     limit = gpus if system.max_train_gpus is None else min(gpus, system.max_train_gpus)
     for tensor_parallel in TENSOR_PARALLEL:
@@ -31,13 +31,15 @@ def placements(system: System, gpus: int, max_staleness: int) -> Iterator[Placem
                     train_gpus=train,
                     tensor_parallel=tensor_parallel,
                     max_staleness=max_staleness,
+                    interrupted=interrupted,
                 )
 
 
-def best_split(system: System, gpus: int, max_staleness: int) -> Split | None:
+def best_split(system: System, gpus: int, max_staleness: float, interrupted: bool = False) -> Split | None:
     """The fastest; None: nothing fits."""
     found = [
-        Split(placement=each, iteration=simulate(system, each)) for each in placements(system, gpus, max_staleness)
+        Split(placement=each, iteration=simulate(system, each))
+        for each in placements(system, gpus, max_staleness, interrupted)
     ]
     fastest = min(found, key=lambda each: each.iteration.seconds, default=None)
     return None if fastest is None or fastest.iteration.seconds == float("inf") else fastest

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tests.benchmarks.scale.check import Error
-from tests.benchmarks.scale.published import Comparison, typical_ratio
+from tests.benchmarks.scale.published import Comparison, steps, typical_ratio
 from tests.benchmarks.scale.scenarios import Prediction, Sensitivity
 
 
@@ -22,21 +22,13 @@ def placement_text(prediction: Prediction) -> str:
 
 def predictions(found: Sequence[Prediction], scenario: str) -> str:
     """A row a model and number of GPUs: without and with overlap."""
-    mine = {(each.model, each.gpus, each.max_staleness): each for each in found if each.scenario == scenario}
-    rows: list[tuple[object, ...]] = []
-    for model, gpus, staleness in mine:
-        if staleness:
-            continue
-        pair = [mine[model, gpus, each] for each in (0, 1)]
-        if all(each.best is None for each in pair):
-            rows.append((model, gpus, "-", "does not fit", "-", "does not fit"))
-            continue
-        cells = [cell for each in pair for cell in (_seconds(each), placement_text(each))]
-        rows.append((model, gpus, *cells))
-    return table(
-        ("model", "GPUs", "max_staleness 0 (s)", "rollout + train GPUs", "max_staleness 1 (s)", "rollout + train GPUs"),
-        rows,
-    )
+    mine = [each for each in found if each.scenario == scenario]
+    degrees = sorted({each.max_staleness for each in mine})
+    cells: dict[tuple[str, int], list[str]] = {}
+    for each in mine:
+        cells.setdefault((each.model, each.gpus), []).extend((_seconds(each), placement_text(each)))
+    header = [name for each in degrees for name in (f"max_staleness {each} (s)", "rollout + train GPUs")]
+    return table(("model", "GPUs", *header), [(*sizes, *values) for sizes, values in cells.items()])
 
 
 def _seconds(prediction: Prediction) -> str:
@@ -69,17 +61,17 @@ def comparisons(found: Sequence[Comparison]) -> str:
             each.what,
             f"{each.published:.0f}",
             f"{each.simulated:.0f}",
-            f"{each.ratio:.2f}" + ("" if each.comparable else " *"),
+            ("at most " if each.upper_end else "") + f"{each.ratio:.2f}",
         )
         for each in found
     ]
-    counted = [each for each in found if each.comparable and each.what == "step"]
+    counted = steps(found)
     mean, spread = typical_ratio(counted)
     worst = max(abs(each.ratio - 1) for each in counted)
     return (
         table(("system", "run", "GPUs", "mean response", "of", "published (s)", "simulated (s)", "ratio"), rows)
-        + f"\n\nSteps without *: {len(counted)} figures, geometric mean of the ratios {mean:.2f}, one standard "
-        f"deviation a factor {spread:.2f}, largest error {worst:.0%}."
+        + f"\n\nSteps without an upper end: {len(counted)} figures, geometric mean of the ratios {mean:.2f}, one "
+        f"standard deviation a factor {spread:.2f}, largest error {worst:.0%}."
     )
 
 
