@@ -145,10 +145,17 @@ class Machine:
 
 
 def fit(samples: Sequence[Sample]) -> Machine:
-    """The constants with the least squares of relative errors, none negative."""
+    """The constants with the least squares of relative errors, none negative.
+
+    The iteration of median seconds stands for its run, so that what disturbed some of them does not count.
+    """
     costs = {}
-    for stage in sorted({each.stage for each in samples}):
-        mine = [each for each in samples if each.stage == stage and each.seconds > 0]
+    by_stage: dict[str, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    for each in samples:
+        if each.seconds > 0:
+            by_stage[each.stage][each.run].append(each)
+    for stage, runs in sorted(by_stage.items()):
+        mine = [sorted(run, key=lambda each: each.seconds)[len(run) // 2] for run in runs.values()]
         terms = TERMS.get(stage, ("stage",))
         rows = np.array([[each.amounts[term] / each.seconds for term in terms] for each in mine])
         scale = np.where(rows.max(axis=0) > 0, rows.max(axis=0), 1.0)  # units differ by fifteen orders of magnitude
