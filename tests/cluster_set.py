@@ -16,12 +16,14 @@ import httpx
 import psutil
 
 from grpo_lib.services.checks import free_port, listens, own_address
+from grpo_lib.services.processes import runs
 from tests.compose_files import ROOT, make_env, services
 from tests.programs import missing, postgres
 from tests.s3_server import s3_server
 
 START_SECONDS = 240
 SETTLE_SECONDS = 20
+RESTARTS = 3
 MARK = "GRPO_TESTS_OF"
 NOBODY = "nobody"
 """Who runs PostgreSQL, which refuses to be root's."""
@@ -104,9 +106,13 @@ class ClusterSet:
         return (self.logs / service).read_text(errors="replace")[-3000:]
 
     def wait(self, service: str, ready: Callable[[], bool]) -> None:
-        until = time.monotonic() + START_SECONDS
+        """Starts again what ended, as the file's `restart` asks."""
+        until, restarts = time.monotonic() + START_SECONDS, 0
         while not ready():
-            assert self._running[service].poll() is None, f"{service} ended: {self.said(service)}"
+            if self._running[service].poll() is not None:
+                assert restarts < RESTARTS and "restart" in self._services[service], f"{service}: {self.said(service)}"
+                self.start(service)
+                restarts += 1
             assert time.monotonic() < until, f"{service} did not come up: {self.said(service)}"
             time.sleep(0.2)
 
@@ -159,8 +165,8 @@ class ClusterSet:
         self.once("prepare")
         self.wait("ray-head", lambda: listens(self.ray_address))
         self.start("ray-train")
-        self.start("prefect-worker")
         self.once("deploy")
+        self.start("prefect-worker")
         self.wait("ray-train", lambda: "ray node is up" in self.said("ray-train"))
         self.wait("prefect-worker", lambda: "started!" in self.said("prefect-worker"))
 
@@ -175,7 +181,8 @@ class ClusterSet:
                 process.wait(SETTLE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-        _, left = psutil.wait_procs(ours, 5)
+        _, there = psutil.wait_procs(ours, 5)
+        left = [each for each in there if runs(each)]  # not zombies that nobody collects
         for each in left:
             each.kill()
         shutil.rmtree(self.home, ignore_errors=True)

@@ -5,6 +5,9 @@ import multiprocessing
 import os
 import signal
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ _processes.set_forkserver_preload(PRELOADED)
 class FlowProcess:
     """A flow that runs.
 
-    The first one starts the server from which all are forked, with the environment of then.
+    The first one starts the server from which all are forked, with the environment of then; see `flow_server`.
 
     Args:
         flow: ``train``, ``warm_start`` or ``retrain``.
@@ -57,11 +60,19 @@ class FlowProcess:
         self._process.join()
 
 
-def start_server() -> None:
-    """Begins to import, so that the first flow starts quickly."""
-    from multiprocessing import forkserver
+@contextmanager
+def flow_server() -> Iterator[None]:
+    """Within the block flows are forked from a server of its own: it has the environment of now."""
+    _stop_server()  # an earlier test's has that of then: its token, its Prefect
+    forkserver.ensure_running()  # begins to import, so that the first flow starts quickly
+    try:
+        yield
+    finally:
+        _stop_server()
 
-    forkserver.ensure_running()
+
+def _stop_server() -> None:
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def _die(point: str) -> None:

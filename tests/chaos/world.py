@@ -13,7 +13,7 @@ from typing import Any
 from grpo_lib.storage.manifests import Manifest
 from tests.chaos.case import Place, copy
 from tests.faulty_proxy import FaultyProxy
-from tests.flow_processes import FlowProcess, start_server
+from tests.flow_processes import FlowProcess, flow_server
 from tests.ray_set import RaySet
 from tests.s3_server import CREDENTIALS, s3_server
 
@@ -151,13 +151,13 @@ def world(folder: Path, workers: Mapping[str, int]) -> Iterator[World]:
     """All is up, with places for ``workers``; afterwards nothing is left."""
     services = RaySet(workers)
     before = dict(os.environ)
-    os.environ.update(services.environment | CREDENTIALS)
     services.environment |= CREDENTIALS
+    os.environ.clear()  # of what earlier tests set
+    os.environ.update(services.environment)
     try:
         services.start()
-        start_server()
         logging.getLogger("werkzeug").setLevel(logging.WARNING)
-        with s3_server() as s3:
+        with flow_server(), s3_server() as s3:
             made = World(folder, services, s3)
             made.prepare()
             yield made
