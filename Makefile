@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 # pip's local wheels serve uv as well.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+PEERS ?= $(VENV)-peers
 WORKERS ?= 2
 SEEDS ?= 200
 
-.PHONY: help demo demo-seeds test screenshots chaos check bench docs clean
+.PHONY: help demo demo-seeds test screenshots chaos check bench bench-peers profile docs clean
 
 help:
 	@echo "make demo        train a small model on Countdown: environment, warm start, GRPO, evaluation"
@@ -18,6 +19,8 @@ help:
 	@echo "make chaos       SEEDS=200 runs in which something is killed or fails, as a table; SEED=17: that one again"
 	@echo "make check       ruff, mypy, import rules, documentation without warnings"
 	@echo "make bench       benchmarks (ratios measured side by side)"
+	@echo "make bench-peers ours and TRL's GRPOTrainer in turns on one core (about an hour); ARGS='S-128 --seeds 0' for less"
+	@echo "make profile     where an iteration's time goes, in one process and on workers"
 	@echo "make docs        write the generated pages, build the documentation into site/"
 
 $(READY): pyproject.toml
@@ -54,9 +57,21 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python tests/benchmarks/run.py
 
+# TRL has an environment of its own.
+$(PEERS)/.installed: tests/benchmarks/peers/requirements.txt $(READY)
+	$(PYTHON) -m venv $(PEERS)
+	VIRTUAL_ENV=$(PEERS) $(BIN)/uv pip install -q -r $<
+	@touch $@
+
+bench-peers: $(READY) $(PEERS)/.installed
+	$(BIN)/python tests/benchmarks/peers/run.py --trl $(PEERS)/bin/python $(ARGS)
+
+profile: $(READY)
+	$(BIN)/python tests/benchmarks/profile/run.py $(ARGS)
+
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache

@@ -19,6 +19,7 @@ class Case:
     """A model and how much it generates in an iteration."""
 
     name: str
+    """Of the model, and how many responses."""
     shape: SmallModelConfig
     responses: int
     """Of an iteration."""
@@ -28,6 +29,11 @@ class Case:
     lr: float
     skipped: int = 2
     """First iterations, in which engines start: they train, and don't count in seconds."""
+
+    @property
+    def model(self) -> str:
+        """Cases of one model begin with the same weights."""
+        return self.name.split("-")[0]
 
     @property
     def updates(self) -> int:

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from cases import CASES, SEED, Case
 
 from grpo_lib.config_data import CountdownData
 from grpo_lib.config_files import load_config
@@ -36,6 +35,7 @@ from grpo_lib.run import Run
 from grpo_lib.seeds import row_seeds
 from grpo_lib.storage.manifests import latest
 from grpo_lib.types import RewardResult, Sample
+from tests.benchmarks.peers.cases import CASES, SEED, Case
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -144,9 +144,9 @@ class Bench:
 
     def model(self, case: Case) -> Path:
         """The warm-started model that both sides begin with."""
-        exported = self.folder / f"model-{case.name}"
+        exported = self.folder / f"model-{case.model}"
         if not exported.exists():
-            name = f"start-{case.name}"
+            name = f"start-{case.model}"
             settings = [*case.settings(None), *self._ours, f"seed={SEED}", f"name={name}"]
             self._run([*GRPO, "warm-start", str(DEMO), *settings, "--json"], self.folder / f"{name}.log")
             self._export(name, exported)
