@@ -19,7 +19,7 @@ help:
 	@echo "make chaos       SEEDS=200 runs in which something is killed or fails, as a table; SEED=17: that one again"
 	@echo "make check       ruff, mypy, import rules, documentation without warnings"
 	@echo "make bench       benchmarks (ratios measured side by side)"
-	@echo "make bench-peers ours and TRL's GRPOTrainer in turns on one core (about an hour); ARGS='S-128 --seeds 0' for less"
+	@echo "make bench-peers ours and TRL's GRPOTrainer in turns on one core (two hours); ARGS='S-128 --seeds 0' for less"
 	@echo "make profile     where an iteration's time goes, in one process and on workers"
 	@echo "make docs        write the generated pages, build the documentation into site/"
 

@@ -6,19 +6,16 @@ processor time. Calls nest: what counts is the innermost.
 """
 
 import functools
-import importlib.util
 import json
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from tests.import_watch import watch_imports
 
 FOLDER = os.environ.get("GRPO_SPANS", "")
 _files: dict[int, Any] = {}
@@ -118,33 +115,5 @@ WATCHED: dict[str, Callable[[Any], None]] = {
 }
 
 
-class Watch(MetaPathFinder):
-    """Wraps modules of ours right after they were executed."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in WATCHED:
-            return None
-        sys.meta_path.remove(self)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            sys.meta_path.insert(0, self)
-        if spec is not None and spec.loader is not None:
-            spec.loader = Wrapping(spec.loader, WATCHED[name])
-        return spec
-
-
-class Wrapping(Loader):
-    def __init__(self, loader: Loader, wrap: Callable[[Any], None]) -> None:
-        self._loader, self._wrap = loader, wrap
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._wrap(module)
-
-
 if FOLDER:
-    sys.meta_path.insert(0, Watch())
+    watch_imports(WATCHED)
