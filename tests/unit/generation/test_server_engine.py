@@ -278,7 +278,7 @@ def test_a_machine_that_falls_silent_loses_its_rows_before_their_timeout(start, 
     began = time.monotonic()
     asked = request(n=2)
     assert_same(engine.generate(asked), local_rows(asked))
-    assert time.monotonic() - began < 5 and len(other.asked) == 8
+    assert time.monotonic() - began < 20 and len(other.asked) == 8
 
 
 def test_without_a_server_the_error_names_all_and_the_remedy(start, connect):

@@ -242,15 +242,22 @@ def test_a_run_is_held_for_as_long_as_the_block_and_released_after_an_error(obje
         assert (lease.epoch, again.epoch) == (1, 2)
 
 
-def test_a_second_holder_is_refused_within_two_heartbeats(objects: ObjectStore) -> None:
+def test_a_second_holder_is_refused_as_soon_as_a_heartbeat_is_seen(objects: ObjectStore) -> None:
+    pace = Pace(beat=0.2, expiry=20, poll=0.05)
     run = run_of(objects)
-    with holding(run, me=elsewhere("one"), pace=QUICK):
-        time.sleep(0.5)
+    with holding(run, me=elsewhere("one"), pace=pace):
         began = time.monotonic()
-        with pytest.raises(LeaseHeldError), holding(run, me=elsewhere("two"), pace=QUICK):
+        with pytest.raises(LeaseHeldError), holding(run, me=elsewhere("two"), pace=pace):
             pass
-        assert time.monotonic() - began < QUICK.expiry
-        time.sleep(QUICK.expiry + 0.5)
+        assert time.monotonic() - began < pace.expiry / 2, "a beat was seen; the expiry was not waited for"
+        check_lease(run)
+
+
+def test_a_holder_at_work_keeps_the_run_longer_than_the_expiry(objects: ObjectStore) -> None:
+    pace = Pace(beat=0.2, expiry=4, poll=0.05)
+    run = run_of(objects)
+    with holding(run, me=elsewhere("one"), pace=pace):
+        time.sleep(pace.expiry + 0.5)
         check_lease(run)
 
 
@@ -280,7 +287,7 @@ def test_one_who_waits_for_a_turn_gives_up_in_time_and_errors_of_its_own_pass_th
         began = time.monotonic()
         with pytest.raises(LeaseHeldError, match="one-host"), holding_in_turn(run, 0.5, pace=QUICK):
             pass
-        assert 0.4 < time.monotonic() - began < 5
+        assert 0.4 < time.monotonic() - began < 15
     with pytest.raises(LeaseHeldError, match="mine"), holding_in_turn(run, 20, pace=QUICK):
         raise LeaseHeldError("mine")  # from inside: not waited for
 
