@@ -181,7 +181,7 @@ class ClusterSet:
                 process.wait(SETTLE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-        _, there = psutil.wait_procs(ours, 5)
+        _, there = psutil.wait_procs(ours, SETTLE_SECONDS)  # Ray's agents look every few seconds for their parent
         left = [each for each in there if runs(each)]  # not zombies that nobody collects
         for each in left:
             each.kill()

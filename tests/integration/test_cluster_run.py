@@ -138,9 +138,16 @@ def processes_of(run: FlowRun) -> list[psutil.Process]:
     return [each for each in psutil.process_iter() if its(each)]
 
 
-def logs(prefect: SyncPrefectClient, run: FlowRun) -> str:
-    found = prefect.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])), limit=200)
-    return "\n".join(each.message for each in found)
+def logs(prefect: SyncPrefectClient, run: FlowRun, awaited: str = "") -> str:
+    """The log of a run, when it says what is awaited: the last lines come after the state they explain."""
+
+    def said() -> str | None:
+        found = prefect.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])), limit=200)
+        text = "\n".join(each.message for each in found)
+        return text if awaited in text else None
+
+    said_at_last: str = until(said, 60) if awaited else said() or ""
+    return said_at_last
 
 
 def runs_of(prefect: SyncPrefectClient, name: str) -> list[FlowRun]:
@@ -312,10 +319,13 @@ def test_a_run_that_fails_says_where_and_no_secret(
         judge |= {"pattern": "([0-9])", "retries": 0}
         judged = config(cluster, name="judged", reward={"functions": [{"name": "judge", "kwargs": judge}]})
         begun = [start(prefect, "train", {"config": each}) for each in (proxied, judged, gone)]
-        said = [logs(prefect, ended(prefect, each, "FAILED")) for each in begun]
-    assert f"MLflow at {url} refused" in said[0] and "Basic ***" in said[0], "the server did repeat the password"
-    assert "the endpoint answers with 400" in said[1] and "Bearer ***" in said[1]
-    assert "127.0.0.1:9" in said[2]
+        reasons = [f"MLflow at {url} refused", "the endpoint answers with 400", "127.0.0.1:9"]
+        said = [
+            logs(prefect, ended(prefect, run, "FAILED"), awaited=reason)
+            for run, reason in zip(begun, reasons, strict=True)
+        ]
+    assert "Basic ***" in said[0], "the server did repeat the password"
+    assert "Bearer ***" in said[1]
 
 
 def test_no_secret_is_anywhere_afterwards(cluster: ClusterSet, trained: FlowRun) -> None:

@@ -266,7 +266,7 @@ def test_a_server_that_is_too_slow_every_time_is_an_error_that_says_so(start, co
 def test_a_machine_that_falls_silent_loses_its_rows_before_their_timeout(start, connect, monkeypatch, first_answer):
     monkeypatch.setattr("grpo_lib.generation.server_batch.WATCH_SECONDS", 0.05)
     silent, other = start(), start()
-    engine = connect(silent, other)
+    engine = connect(silent, other, timeout_seconds=60)
     silent.gate.clear()
     answers = [first_answer]
 
