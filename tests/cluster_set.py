@@ -22,7 +22,7 @@ from tests.programs import missing, postgres
 from tests.s3_server import s3_server
 
 START_SECONDS = 240
-SETTLE_SECONDS = 20
+SETTLE_SECONDS = 60
 RESTARTS = 3
 MARK = "GRPO_TESTS_OF"
 NOBODY = "nobody"
@@ -173,14 +173,14 @@ class ClusterSet:
     def stop(self) -> list[psutil.Process]:
         """Ends all; returns what is left all the same."""
         ours = [each for process in self._running.values() for each in _family(process.pid)]
+        # As Compose does, one after the other: a worker that ends tells Prefect's server.
         for service in ("prefect-worker", "ray-train", "ray-head", "mlflow", "prefect-server", "postgres"):
             if service in self._running:
                 self._running[service].terminate()
-        for process in self._running.values():
-            try:
-                process.wait(SETTLE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
+                try:
+                    self._running[service].wait(SETTLE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    self._running[service].kill()
         _, there = psutil.wait_procs(ours, SETTLE_SECONDS)  # Ray's agents look every few seconds for their parent
         left = [each for each in there if runs(each)]  # not zombies that nobody collects
         for each in left:
