@@ -10,6 +10,7 @@ from typing import Any
 from grpo_lib.config import RunConfig
 from grpo_lib.config_data import FilesData, Gsm8kData
 from grpo_lib.errors import ConfigError, DataError, MissingPackageError, ModelError
+from grpo_lib.lean_imports import import_lean
 from grpo_lib.patience import Patience
 from grpo_lib.problems import get_problem
 from grpo_lib.problems.files import prompt_files
@@ -36,7 +37,8 @@ def check_surroundings(config: RunConfig) -> None:
     check_start(config)
     patience = Patience(config.tracking.patience_seconds, "MLflow", "tracking.patience_seconds")
     patience.call(lambda: check_tracking(tracking_uri(config)))
-    from grpo_lib.recipe import check_algorithm  # the first that takes torch, which takes seconds
+    import_lean()  # torch and others, which take seconds
+    from grpo_lib.recipe import check_algorithm
 
     check_algorithm(config)
     check_sampler(config)

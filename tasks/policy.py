@@ -19,9 +19,9 @@ from grpo_lib.training.warm_start import warm_start as fine_tune
 from tasks.base import Stage, stage_task
 from tasks.dataset import split
 
-WARM_START = StageSpec(name="warm_start", version=1, reads=("data", "model.small", "warm_start", "seed"))
-PRETRAINED = StageSpec(name="pretrained", version=1, reads=("model.path",))
-INHERITED = StageSpec(name="inherited", version=1, reads=("model.start",))
+WARM_START = StageSpec(name="warm_start", version=2, reads=("data", "model.small", "warm_start", "seed"))
+PRETRAINED = StageSpec(name="pretrained", version=2, reads=("model.path",))
+INHERITED = StageSpec(name="inherited", version=2, reads=("model.start",))
 
 
 @stage_task(WARM_START, role="train")

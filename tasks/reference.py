@@ -15,8 +15,8 @@ from grpo_lib.training.digest import weights_digest
 from grpo_lib.training.export import describe, export_model
 from tasks.base import Stage, stage_task
 
-MODEL = StageSpec(name="reference_model", version=1, reads=("reference.path", "reference.every"))
-FOLLOWING = StageSpec(name="reference", version=1, reads=("reference.decay",))
+MODEL = StageSpec(name="reference_model", version=2, reads=("reference.path", "reference.every"))
+FOLLOWING = StageSpec(name="reference", version=2, reads=("reference.decay",))
 
 
 @stage_task(MODEL, role="train")

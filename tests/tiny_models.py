@@ -78,7 +78,10 @@ def tiny_model(architecture: str = "qwen3") -> Any:
 
 
 def random_sequences(seed: int, rows: int) -> Sequences:
-    """Random prompts (1 to 6 tokens) and responses (1 to 12) by seed; the first response has one token."""
+    """Random prompts (1 to 6 tokens) and responses (1 to 12) by seed; the first response has one token.
+
+    Of each three rows the first and the last share a prompt.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(longest: int, first: int | None = None) -> Ragged:
@@ -89,4 +92,6 @@ def random_sequences(seed: int, rows: int) -> Sequences:
         ids = torch.randint(1, VOCABULARY, (int(offsets[-1]),), generator=generator, dtype=torch.int32)
         return Ragged(values=ids, offsets=offsets)
 
-    return Sequences(prompts=tokens(6), responses=tokens(12, first=1))
+    places = torch.arange(rows)
+    prompt_of = places - 2 * (places % 3 == 2)
+    return Sequences(prompts=tokens(6), responses=tokens(12, first=1), prompt_of=prompt_of)

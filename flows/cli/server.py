@@ -23,6 +23,8 @@ from grpo_lib.errors import RunError
 from grpo_lib.parent import end_with_parent
 
 START_SECONDS = 120.0
+UVICORN = "import sys; sys.modules['pandas'] = None; import uvicorn; uvicorn.main()"
+"""Prefect imports pandas where it finds it, some 20 MiB of which the server has no use."""
 EMBEDDED = "GRPO_EMBEDDED_PREFECT"
 """In the environment: the server ends with this process, and has no pages."""
 
@@ -71,7 +73,7 @@ def _profile_has_a_server() -> bool:
 
 def _start(address: str, log: int) -> "subprocess.Popen[bytes]":
     port = address.rpartition(":")[2].removesuffix("/api")
-    command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+    command = [sys.executable, "-c", UVICORN, "--factory", "prefect.server.api.server:create_app"]
     command += ["--host", "127.0.0.1", "--port", port, "--log-level", "error", "--lifespan", "on"]
     # The flags with which Prefect starts its own temporary server: no user interface, no schedulers.
     flags = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}

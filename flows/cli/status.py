@@ -1,6 +1,10 @@
 """`grpo status`: services and workers, what each does and since when."""
 
+import os
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +24,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Show services and workers; ends with code 1 if something is down."""
-    found = look(folder.absolute(), address)
+    with only_errors_printed():
+        found = look(folder.absolute(), address)
     if as_json:
         import json
 
@@ -29,6 +34,20 @@ def status(
         _print(found)
     if found["problem"] is not None:
         raise typer.Exit(1)
+
+
+@contextmanager
+def only_errors_printed() -> Iterator[None]:
+    """Inside, what anybody writes to the standard output goes to the standard error: Ray's parts print there, too."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def look(folder: Path, address: str | None) -> dict[str, Any]:

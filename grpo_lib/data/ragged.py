@@ -245,14 +245,18 @@ def concat_rows(first: Ragged, second: Ragged) -> Ragged:
     assert first.rows == second.rows
     offsets = first.offsets + second.offsets
     values = first.values.new_empty(int(offsets[-1]))
-    values[_positions(first, offsets[:-1])] = first.values
-    values[_positions(second, offsets[:-1] + first.lengths)] = second.values.to(values.dtype)
+    values[places(first.offsets, offsets[:-1])] = first.values
+    values[places(second.offsets, offsets[:-1] + first.lengths)] = second.values.to(values.dtype)
     return Ragged(values=values, offsets=offsets)
 
 
-def _positions(rows: Ragged, starts: Tensor) -> Tensor:
-    """Where the values of ``rows`` go when row ``i`` starts at ``starts[i]``."""
-    shift = repeat_rows(starts - rows.offsets[:-1], rows.offsets)
+def places(offsets: Tensor, starts: Tensor) -> Tensor:
+    """``int64[N]``: where the values of rows with these offsets go when row ``i`` starts at ``starts[i]``.
+
+    >>> places(torch.tensor([0, 2, 3]), torch.tensor([5, 0])).tolist()
+    [5, 6, 0]
+    """
+    shift = repeat_rows(starts - offsets[:-1], offsets)
     return shift + torch.arange(len(shift), device=shift.device)
 
 

@@ -102,6 +102,7 @@ class TrainRanks:
         columns = {
             "prompt_ids": few.prompts.values,
             "prompt_offsets": few.prompts.offsets,
+            "prompt_of": few.prompt_rows,
             "response_ids": few.responses.values,
             "response_offsets": few.responses.offsets,
         }
@@ -188,6 +189,7 @@ class RankTrainer:
         few = Sequences(
             prompts=Ragged(values=columns["prompt_ids"], offsets=columns["prompt_offsets"]),
             responses=Ragged(values=columns["response_ids"], offsets=columns["response_offsets"]),
+            prompt_of=columns["prompt_of"],
         )
         self._give(result, {"logprobs": self._worker.score_few(few, Sampling.from_json(sampling)).values})
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from grpo_lib.data.ragged import Ragged, lengths_to_offsets
+from grpo_lib.data.ragged import Ragged, concat_rows, lengths_to_offsets
 from grpo_lib.errors import ModelError
 from grpo_lib.training.microbatches import Sequences, micro_batch
-from grpo_lib.training.rectangles import PackedRows, rectangle_attention
+from grpo_lib.training.rectangles import PackedRows, collect, rectangle_attention
 
 PACKED = "packed"
 """Name under which Transformers finds `packed_attention`."""
@@ -50,7 +51,7 @@ def packed_attention(
         scaling: of the scores; None for ``1 / sqrt(d)``.
         sliding_window: tokens that a token sees, itself included.
         softcap: bound of the scores.
-        cu_seq_lens_q: ``int32[b+1]``: the rows' offsets.
+        cu_seq_lens_q: ``int32[b+1]``: the whole rows' offsets.
         max_length_q: tokens of the longest row.
         packed_rows: the same rows, with what earlier layers have derived from them.
 
@@ -69,14 +70,18 @@ def packed_attention(
     q, k, v = (_precision(each).squeeze(0).transpose(0, 1) for each in (query, key, value))  # [T, heads, d]
     if q.is_cuda and softcap is not None:
         raise _refusal(module, f"caps attention scores at {softcap}, which no kernel for packed rows on a GPU does")
+    rows = PackedRows(cu_seq_lens_q) if packed_rows is None else packed_rows
     if _has_kernel(q, v):
+        if rows.whole is not None:
+            q, k, v = (rows.whole.spread(each) for each in (q, k, v))
         window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)  # tokens before; tokens after
         longest = max_length_q
         output: Any = varlen_attn(
             q, k, v, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scale, window_size=window, enable_gqa=True
         )
+        if rows.whole is not None:
+            output = collect(output, rows.whole.place)
     else:
-        rows = PackedRows(cu_seq_lens_q) if packed_rows is None else packed_rows
         output = rectangle_attention(q, k, v, rows, scale, sliding_window, softcap)
     return output.unsqueeze(0), None
 
@@ -125,6 +130,8 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 def check_packing(model: PreTrainedModel, autocast: torch.dtype | None = None) -> None:
     """Compares hidden states of three short rows, packed, with those of one row at a time on plain attention.
 
+    Two of them share a prompt.
+
     Args:
         model: of `use_packed_attention`, with the weights and on the device with which it will run.
         autocast: precision of its passes, unless it is that of the weights.
@@ -132,28 +139,28 @@ def check_packing(model: PreTrainedModel, autocast: torch.dtype | None = None) -
     Raises:
         ModelError: they differ by more than rounding, or the model asks something of attention that isn't done.
     """
-    lengths, device = torch.tensor([5, 9, 3]), model.device
+    device, generator = model.device, torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(vocabulary, (17,), generator=torch.Generator().manual_seed(0))
-    first, rest = torch.ones_like(lengths), lengths - 1
-    where = lengths_to_offsets(lengths)
-    is_first = torch.zeros(17, dtype=torch.bool).index_fill(0, where[:-1], True)
-    rows = Sequences(
-        prompts=Ragged(values=ids[is_first], offsets=lengths_to_offsets(first)),
-        responses=Ragged(values=ids[~is_first], offsets=lengths_to_offsets(rest)),
-    )
+
+    def tokens(*lengths: int) -> Ragged:
+        values = torch.randint(vocabulary, (sum(lengths),), generator=generator)
+        return Ragged(values=values, offsets=lengths_to_offsets(torch.tensor(lengths)))
+
+    rows = Sequences(prompts=tokens(2, 1), responses=tokens(3, 7, 2), prompt_of=torch.tensor([0, 0, 1]))
+    whole = concat_rows(rows.prompts.gather(rows.prompt_rows), rows.responses)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         batch = micro_batch(rows, torch.arange(3), "packed").to(device)
-        packed = model.base_model(**batch.model_inputs()).last_hidden_state[0]
+        packed = model.base_model(**batch.model_inputs()).last_hidden_state[0][batch.predicts]
         model.set_attn_implementation("eager")
         try:
             alone = [
                 model.base_model(input_ids=row[None].to(device), use_cache=False).last_hidden_state[0]
-                for row in ids.split(lengths.tolist())
+                for row in whole.values.split(whole.lengths.tolist())
             ]
         finally:
             model.set_attn_implementation(PACKED)
-    expected = torch.cat(alone).float()
+    predicts = micro_batch(rows, torch.arange(3)).predicts  # in rows padded to the longest
+    expected = pad_sequence(alone, batch_first=True).flatten(0, 1)[predicts.to(device)].float()
     error = float((packed.float() - expected).norm() / expected.norm())
     allowed = TOLERANCE[autocast or model.dtype]
     if not error <= allowed:

@@ -3,8 +3,6 @@
 import re
 from typing import Any
 
-from torch import Tensor
-
 PEAK_TFLOPS = {
     "B200": 2250,
     "H200": 989,
@@ -51,12 +49,14 @@ class FlopCounter:
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         self._attention = 6 * config.num_hidden_layers * width
 
-    def count(self, lengths: Tensor, predicted: int) -> float:
-        """Of rows of ``lengths int64[b]`` tokens, with ``predicted`` response tokens through the head.
+    def count(self, tokens: int, squares: float, predicted: int) -> float:
+        """Of ``tokens``, with ``predicted`` response tokens through the head.
 
         A token sees half of its row on average: ``2 s^2 width`` operations a layer forward, twice that backward.
+
+        Args:
+            squares: sum of the squares of the rows' lengths, those of repeated prompts taken off.
         """
-        tokens, squares = float(lengths.sum()), float(lengths.double().square().sum())
         return self._body * tokens + self._head * predicted + self._attention * squares
 
 

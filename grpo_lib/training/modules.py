@@ -82,7 +82,7 @@ def response_states(backbone: Any, batch: MicroBatch, autocast: torch.dtype | No
     """Hidden states ``[n, hidden]`` at the positions that predict the response tokens."""
     with torch.autocast(batch.input_ids.device.type, dtype=autocast, enabled=autocast is not None):
         hidden: Tensor = backbone(**batch.model_inputs()).last_hidden_state
-    states = hidden.flatten(0, 1)[batch.predicts]
+    states = batch.predicting(hidden.flatten(0, 1))
     # Norms promote to the weights' float32; a GPU multiplies with the head several times as fast in less.
     return states.to(autocast) if autocast is not None and states.is_cuda else states
 

@@ -1,7 +1,8 @@
 """Attention of packed rows without a kernel for them: rows of similar length share a rectangle of plain SDPA.
 
-``T`` tokens of ``b`` rows stand one after another; spread over rectangles they are ``P >= T`` places, and what is
-padding is known from lengths. Only attention sees the rectangles: the rest of the model runs on the ``T`` tokens.
+``T`` tokens of ``b`` rows stand one after another, a prompt that rows share once; spread over rectangles, each row with
+its prompt, they are ``P >= T`` places, and what is padding is known from lengths. Only attention sees the rectangles:
+the rest of the model runs on the ``T`` tokens.
 """
 
 from dataclasses import dataclass
@@ -12,32 +13,56 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from grpo_lib.training.row_gather import RowGather, take_rows
+
 SHORTEST, SPREAD = 0.88, 8
 """A rectangle takes rows of at least this fraction of its longest, and those up to this many tokens shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rectangles:
-    """Where each token of packed rows stands."""
+class Placed:
+    """Where each token of packed rows stands for attention."""
+
+    spread: RowGather
+    """The token at each of the ``P`` places; a row's padding repeats its last token."""
+    place: Tensor
+    """``int64[T]``: a place of each token, the first of several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rectangles(Placed):
+    """One after another."""
 
     shapes: list[tuple[int, int]]
-    """Rows and width of each rectangle, widest first; they lie one after another."""
-    source: Tensor
-    """``int64[P]``: the token at each place; a row's padding repeats its last token."""
-    place: Tensor
-    """``int64[T]``: the place of each token."""
+    """Rows and width of each, widest first."""
 
 
 class PackedRows:
     """Rows of a micro-batch, with what attention derives from them once instead of in every layer.
 
     Args:
-        offsets: ``int32[b+1]``: of the rows in the packed tokens.
+        offsets: ``int32[b+1]``: of whole rows, each with its prompt, one after another: ``E`` tokens.
+        row_tokens: ``int64[E]``, on the CPU: the packed tokens that these are, where rows share a prompt; None: one
+            after another.
+        tokens: ``T``, of all packed tokens; None: ``E``.
     """
 
-    def __init__(self, offsets: Tensor) -> None:
+    def __init__(self, offsets: Tensor, row_tokens: Tensor | None = None, tokens: int | None = None) -> None:
         self.offsets = offsets
+        self.row_tokens = row_tokens
+        self.tokens = int(offsets[-1]) if tokens is None else tokens
         self._masks: dict[tuple[int, int], Tensor] = {}
+
+    @cached_property
+    def whole(self) -> Placed | None:
+        """The whole rows one after another, as a kernel takes them; None: the packed tokens are that."""
+        if self.row_tokens is None:
+            return None
+        device = self.offsets.device
+        return Placed(
+            spread=RowGather.of(self.row_tokens, self.tokens).to(device),
+            place=_first_places(self.row_tokens, self.tokens).to(device),
+        )
 
     @cached_property
     def rectangles(self) -> Rectangles:
@@ -55,10 +80,12 @@ class PackedRows:
             reals.append((column < lengths[rows]).flatten())
             shapes.append((end - start, width))
             start = end
-        source, real = torch.cat(tokens), torch.cat(reals)
-        place = torch.empty(int(offsets[-1]), dtype=torch.int64)
-        place[source[real]] = real.nonzero().squeeze(1)
-        return Rectangles(shapes=shapes, source=source.to(device), place=place.to(device))
+        source, real = torch.cat(tokens), torch.cat(reals).nonzero().squeeze(1)
+        if self.row_tokens is not None:
+            source = self.row_tokens[source]
+        place = real[_first_places(source[real], self.tokens)]
+        spread = RowGather.of(source, self.tokens, real).to(device)
+        return Rectangles(shapes=shapes, spread=spread, place=place.to(device))
 
     def band(self, width: int, window: int) -> Tensor:
         """``bool[width, width]``: a token sees itself and the ``window - 1`` tokens before it."""
@@ -74,7 +101,7 @@ def rectangle_attention(
     """Causal attention within each row, ``[T, heads, d_v]``. Differentiable.
 
     Args:
-        query: ``[T, heads, d]``.
+        query: ``[T, heads, d]``, of the packed tokens.
         key: ``[T, kv_heads, d]``; each of its heads serves ``heads / kv_heads`` of the query's.
         value: ``[T, kv_heads, d_v]``.
         rows: of the ``T`` tokens.
@@ -84,7 +111,7 @@ def rectangle_attention(
     """
     placed = rows.rectangles
     sizes = [height * width for height, width in placed.shapes]
-    spread = [_Spread.apply(each, placed.source, placed.place).split(sizes) for each in (query, key, value)]
+    spread = [placed.spread(each).split(sizes) for each in (query, key, value)]
     results = []
     for (height, width), *parts in zip(placed.shapes, *spread, strict=True):
         q, k, v = (each.unflatten(0, (height, width)).transpose(1, 2) for each in parts)  # [height, heads, width, d]
@@ -96,7 +123,7 @@ def rectangle_attention(
         else:
             output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         results.append(output.transpose(1, 2).flatten(0, 1))
-    return _Collect.apply(torch.cat(results), placed.place)
+    return collect(torch.cat(results), placed.place)
 
 
 def _capped_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, softcap: float) -> Tensor:
@@ -107,31 +134,23 @@ def _capped_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, s
     return weights.to(value.dtype) @ value
 
 
-class _Spread(torch.autograd.Function):
-    """Tokens ``[T, ...]`` to their places ``[P, ...]``.
+def _first_places(source: Tensor, tokens: int) -> Tensor:
+    """``int64[T]``: the first place of each token among ``source int64[P]``."""
+    return torch.full((tokens,), len(source)).scatter_reduce(0, source, torch.arange(len(source)), "amin")
 
-    No gradient comes back from padding: a causal row's tokens don't see it, and what it sees itself is dropped. So
-    the backward pass is a gather too, several times as fast as adding by index.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        return tokens.index_select(0, source)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
+def collect(places: Tensor, place: Tensor) -> Tensor:
+    """Tokens ``[T, ...]`` from their places ``[P, ...]``; padding and repetitions are dropped. Differentiable."""
+    collected: Tensor = _Collect.apply(places, place)
+    return collected
 
 
 class _Collect(torch.autograd.Function):
-    """The inverse: places ``[P, ...]`` to tokens ``[T, ...]``; padding is dropped."""
-
     @staticmethod
     def forward(ctx: Any, places: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(place)
         ctx.places = len(places)
-        return places.index_select(0, place)
+        return take_rows(places, place)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

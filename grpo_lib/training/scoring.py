@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_lib.data.ragged import Ragged, repeat_rows
+from grpo_lib.data.ragged import Ragged, places
 from grpo_lib.errors import NonFiniteError
-from grpo_lib.training.microbatches import Layout, MicroBatch, Sequences, micro_batch, plan
+from grpo_lib.training.microbatches import Layout, MicroBatch, Sequences, micro_batch, plan_sequences
 from grpo_lib.training.world import World
 
 Progress = Callable[[int, int, int], None]
@@ -29,22 +29,21 @@ def score_tokens(
     Every rank runs its own micro-batches and gets the results of all.
     """
     responses = sequences.responses
-    mine = plan(sequences.prompts.lengths + responses.lengths, max_tokens, layout, world.size)[world.rank]
+    mine = plan_sequences(sequences, max_tokens, layout, world.size)[world.rank]
     found: list[tuple[Tensor, ...]] = []
-    places: list[Tensor] = []
+    found_at: list[Tensor] = []
     rows_done = tokens = 0
     for rows in mine or [torch.arange(0)]:  # without rows a single token that predicts nothing
         batch = micro_batch(sequences, rows, layout).to(world.device)
         found.append(function(batch))
-        shift = repeat_rows(responses.offsets[rows] - batch.offsets[:-1], batch.offsets)
-        places.append(shift + torch.arange(len(shift)))
+        found_at.append(places(batch.offsets, responses.offsets[batch.rows]))
         rows_done, tokens = rows_done + len(rows), tokens + batch.tokens
         if on_progress is not None:
             on_progress(min(rows_done * world.size, responses.rows), responses.rows, tokens * world.size)
     results = []
     for column in zip(*found, strict=True):  # kept on the device until here: no waiting between micro-batches
         whole = torch.zeros(len(responses.values))
-        whole[torch.cat(places)] = torch.cat(column).float().cpu()
+        whole[torch.cat(found_at)] = torch.cat(column).float().cpu()
         results.append(responses.with_values(world.sum_(whole.to(world.device)).cpu() if world.size > 1 else whole))
     return results
 

@@ -24,7 +24,7 @@ from grpo_lib.training.learner import Learner
 from grpo_lib.training.logprobs import Head, TokenScores
 from grpo_lib.training.lora import Adapter
 from grpo_lib.training.loss_terms import Totals, critic_backward, micro_batch_loss
-from grpo_lib.training.microbatches import Layout, MicroBatch, Sequences, micro_batch, plan
+from grpo_lib.training.microbatches import Layout, MicroBatch, Sequences, micro_batch, plan_sequences
 from grpo_lib.training.minibatches import make_mini_batch, mini_batches, rows_with_gradient
 from grpo_lib.training.reference import Reference
 from grpo_lib.training.scoring import Progress, check_finite, score_tokens
@@ -212,16 +212,15 @@ class Trainer:
 
     def _micro_batches(self, batch: UpdateBatch, objective: Objective, batching: Batching, totals: Totals) -> Any:
         """This rank's micro-batches; at least one, if only an empty one, so that all ranks step together."""
-        lengths = batch.sequences.prompts.lengths + batch.sequences.responses.lengths
         active = rows_with_gradient(batch, objective, self.critic is not None)
-        mine = plan(lengths[active], batching.max_tokens, self.layout, self.world.size)[self.world.rank]
-        for indices in mine or [active[:0]]:
+        planned = plan_sequences(batch.sequences.gather(active), batching.max_tokens, self.layout, self.world.size)
+        for indices in planned[self.world.rank] or [active[:0]]:
             micro = micro_batch(batch.sequences, active[indices], self.layout).to(self.world.device)
             totals.add_micro_batch(micro)
             if batching.train_policy:
                 totals.add_share("model_tokens", micro.tokens)
                 if self._flops is not None:
-                    flop = self._flops.count(lengths[active[indices]], len(micro.targets))
+                    flop = self._flops.count(micro.tokens, micro.squares, len(micro.targets))
                     totals.add_share("model_tflop", flop / 1e12)
             yield micro
 

@@ -28,7 +28,7 @@ from grpo_lib.training.trainer import Trainer
 
 UPDATE = StageSpec(
     name="update",
-    version=3,
+    version=4,
     reads=(
         "algorithm.loss",
         "algorithm.loss_options",
@@ -153,10 +153,10 @@ def update_batch(stages: StageStore, inputs: Sequence[ArtifactRef]) -> UpdateBat
 
 def sequences(prompts: pa.Table, rollouts: pa.Table) -> Sequences:
     """Prompt and response ids of every rollout."""
-    rows = flat_column(rollouts, "prompt_row").long()
     return Sequences(
-        prompts=ragged_column(prompts, "prompt_ids").gather(rows),
+        prompts=ragged_column(prompts, "prompt_ids"),
         responses=ragged_column(rollouts, "response_ids"),
+        prompt_of=flat_column(rollouts, "prompt_row").long(),
     )
 
 

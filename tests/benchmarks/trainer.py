@@ -1,15 +1,17 @@
-"""The trainer: `python tests/benchmarks/trainer.py [update] [scoring] [mfu]`. One thread, CPU seconds on a CPU.
+"""The trainer: `python tests/benchmarks/trainer.py [update] [shared] [scoring] [mfu]`. One thread, CPU seconds on CPUs.
 
 ``update``: an optimizer step over rows with a long-tailed length distribution, against the same trainer on shuffled
-micro-batches of 8 rows, each padded to its longest. ``scoring``: what `old_logprobs` and `ref_logprobs` cost on top of
-the bare forward pass of the same packed tokens. ``mfu``: model FLOPs utilisation of an update with a model of 0.5
-billion parameters; on a GPU only. Runs with torch, transformers and pyarrow alone.
+micro-batches of 8 rows, each padded to its longest. ``shared``: with prompts that 8 rows share, against the same
+trainer with a prompt for each row. ``scoring``: what `old_logprobs` and `ref_logprobs` cost on top of the bare forward
+pass of the same packed tokens. ``mfu``: model FLOPs utilisation of an update with a model of 0.5 billion parameters; on
+a GPU only. Runs with torch, transformers and pyarrow alone.
 """
 
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +27,7 @@ from grpo_lib.training import trainer as trainer_module
 from grpo_lib.training.backends import make_reference_for, make_trainer
 from grpo_lib.training.base import Batching, Objective, UpdateBatch
 from grpo_lib.training.flops import peak_tflops
-from grpo_lib.training.microbatches import Sequences, micro_batch, plan
+from grpo_lib.training.microbatches import Sequences, micro_batch, plan, plan_sequences
 from grpo_lib.training.trainer import Trainer
 from grpo_lib.training.world import World
 
@@ -115,9 +117,9 @@ def step(trainer: Trainer, batch: UpdateBatch) -> dict[str, float]:
     return dict(done.values)
 
 
-def eights(lengths: Tensor, *_: Any) -> list[list[Tensor]]:
-    """Takes the place of ``plan``: shuffled rows, 8 at a time."""
-    return [list(torch.randperm(len(lengths), generator=torch.Generator().manual_seed(3)).split(8))]
+def eights(sequences: Sequences, *_: Any) -> list[list[Tensor]]:
+    """Takes the place of ``plan_sequences``: shuffled rows, 8 at a time."""
+    return [list(torch.randperm(sequences.responses.rows, generator=torch.Generator().manual_seed(3)).split(8))]
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -142,17 +144,40 @@ def update() -> None:
     for _ in range(ROUNDS):
         found["packed"].append(seconds(lambda: values.update(packed=step(ours, batch))))
         found["sorted"].append(seconds(lambda: values.update(sorted=step(padded, batch))))
-        trainer_module.plan = eights  # type: ignore[assignment]
+        trainer_module.plan_sequences = eights  # type: ignore[assignment]
         try:
             found["eights"].append(seconds(lambda: values.update(eights=step(padded, batch))))
         finally:
-            trainer_module.plan = plan
+            trainer_module.plan_sequences = plan_sequences
     base = statistics.median(found["eights"])
     for name, label in (("packed", ours.layout), ("sorted", "padded, sorted by length"), ("eights", "padded, by 8")):
         taken = statistics.median(found[name])
         print(
             f"  {label}: {taken:.2f} s, {tokens / taken:,.0f} tokens/s, padding "
             f"{values[name]['padded_fraction']:.1%}: {base / taken:.2f}x as fast as padded by 8",
+            flush=True,
+        )
+
+
+def shared() -> None:
+    """Prompts as long as those of word problems, and as those of questions about a page."""
+    vocabulary = 4_096
+    trainer = make(SMALL, vocabulary, "auto")
+    for prompt, count in ((100, 128), (1_000, 64)):
+        prompts = rows(torch.full((count // 8,), prompt), vocabulary).responses
+        responses = rows(long_tailed()[:count], vocabulary)
+        together = replace(responses, prompts=prompts, prompt_of=torch.arange(count) // 8)
+        apart = replace(together, prompts=prompts.gather(together.prompt_rows), prompt_of=None)
+        batches = {"together": make_batch(together), "apart": make_batch(apart)}
+        tokens = {name: int(step(trainer, each)["model_tokens"]) for name, each in batches.items()}
+        rounds = [
+            {name: seconds(partial(step, trainer, each)) for name, each in batches.items()} for _ in range(ROUNDS)
+        ]
+        taken = {name: statistics.median(each[name] for each in rounds) for name in batches}
+        print(
+            f"{count} rows, prompts of {prompt} tokens for 8 each: {taken['together']:.2f} s, {tokens['together']:,} "
+            f"tokens; with a prompt for each row {taken['apart']:.2f} s, {tokens['apart']:,} tokens: "
+            f"{taken['apart'] / taken['together']:.2f}x as fast",
             flush=True,
         )
 
@@ -208,7 +233,7 @@ def mfu() -> None:
     )
 
 
-PARTS = {"update": update, "scoring": scoring, "mfu": mfu}
+PARTS = {"update": update, "shared": shared, "scoring": scoring, "mfu": mfu}
 
 
 def trainer() -> None:

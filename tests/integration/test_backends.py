@@ -13,15 +13,14 @@ from grpo_lib.training.deepspeed import import_deepspeed
 from grpo_lib.training.microbatches import plan
 from tests.integration.cases import Case, update_batch
 from tests.integration.conftest import Backend, Bench, Trained
+from tests.unit.training.trainers import OF_THE_CUT
 
 TORCH = Backend(name="torch")
 FSDP2 = Backend(name="fsdp2", ranks=2)
 ZERO = {(stage, ranks): Backend(name="deepspeed", stage=stage, ranks=ranks) for stage in range(4) for ranks in (1, 2)}
 ALL = [FSDP2, *ZERO.values()]
 SHARDED = [FSDP2, ZERO[2, 2], ZERO[3, 2]]
-WHOLE, THIRDS, SEVENTHS = 1000, 54, 22
-OF_THE_CUT = {"padded_fraction"}
-
+WHOLE, THIRDS, SEVENTHS = 1000, 54, 24
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +39,9 @@ def check_same(found: Trained, expected: Trained) -> None:
     ours, theirs = found.tensors(), expected.tensors()
     assert ours.keys() == theirs.keys() and any("moments" in name for name in ours)
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6, msg=f"{name}: {{}}".format)
+        # The critic's AdamW has no larger eps: it makes steps of gradients that are 0 but for rounding.
+        atol = 3e-6 if name.startswith("critic-weights/") else 1e-6
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=atol, msg=f"{name}: {{}}".format)
 
 
 AGGREGATED = dict(zip(AGGREGATIONS.names(), [THIRDS, SEVENTHS, WHOLE, THIRDS, SEVENTHS], strict=True))
@@ -49,7 +50,7 @@ AGGREGATED = dict(zip(AGGREGATIONS.names(), [THIRDS, SEVENTHS, WHOLE, THIRDS, SE
 @pytest.mark.parametrize(("budget", "count"), [(WHOLE, 1), (THIRDS, 3), (SEVENTHS, 7)])
 def test_the_budgets_make_so_many_micro_batches(budget: int, count: int) -> None:
     sequences, live = update_batch(Case(), 0).sequences, [row for row in range(11) if row != 4]
-    lengths = (sequences.prompts.lengths + sequences.responses.lengths)[live]
+    lengths = sequences.lengths[live]
     assert len(plan(lengths, budget, "padded")[0]) == count
     assert len(lengths.unique()) > 4
 

@@ -1,5 +1,6 @@
 """What is imported when: `grpo --help` answers at once, and imports go one way."""
 
+import importlib.util
 import resource
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+
+from grpo_lib.lean_imports import hidden
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -40,6 +43,34 @@ def test_the_help_of_a_command_loads_no_heavy_package(command: str) -> None:
 def test_the_configuration_loads_no_heavy_package() -> None:
     heavy = {"torch", "transformers", "prefect", "mlflow", "vllm", "ray", "pyarrow", "numpy", "boto3"}
     assert loaded_by("import sys, grpo_lib.config", heavy) == set()
+
+
+def test_a_run_imports_less_of_what_is_installed_and_leaves_the_rest_to_others() -> None:
+    """The trainer and the local engine, their packages imported first by `import_lean`."""
+    code = """
+from grpo_lib.lean_imports import import_lean
+import_lean()
+import grpo_lib.placement.local, grpo_lib.tracking.mlflow, mlflow, torch, sys
+weight = torch.nn.Parameter(torch.ones(3))
+weight.sum().backward()
+torch.optim.AdamW([weight], fused=True).step()
+found = sorted({"polars", "sklearn", "triton"} & sys.modules.keys())
+import deepspeed, polars, sklearn.metrics, triton
+from transformers import Trainer
+print("found:", found, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "found: []" in done.stderr
+
+
+def test_what_is_hidden_can_be_imported_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    with hidden("colorsys", "json"):
+        assert importlib.util.find_spec("colorsys") is None
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("colorsys")
+        assert importlib.import_module("json").loads("1") == 1  # it was there before
+    assert importlib.import_module("colorsys").hsv_to_rgb(0, 0, 1) == (1, 1, 1)
 
 
 def test_the_trainer_runs_with_nothing_but_torch_transformers_and_pyarrow_installed() -> None:

@@ -87,15 +87,15 @@ def test_gathering_weights_takes_over_where_links_are_slow() -> None:
 
 
 def test_weights_are_hashed_written_and_moved_byte_by_byte() -> None:
-    host = Host(hash_rate=100, write_rate=50, pcie=200)
+    host = Host(hash_rate=100, digest_rate=400, write_rate=50, pcie=200)
     store = ObjectStore(latency=1, rate=10, commit_requests=5)
     system = System(model=SMALL, gpu=PLAIN, workload=WORK, host=host, store=store)
     given_, taken = handover_seconds(system, False, 16)
-    # 8,000 bytes in float32 to the host and hashed; 4,000 in half written, hashed twice, uploaded; 5 requests.
-    assert given_ == pytest.approx(40 + 80 + 80 + 40 + 40 + 400 + 5)
+    # 8,000 bytes in float32 to the host, with digest; 4,000 in half with digest, written, hashed, uploaded; 5 requests.
+    assert given_ == pytest.approx(40 + 20 + 10 + 80 + 40 + 400 + 5)
     assert taken == pytest.approx(5 + 400 + 40 + 20)
     twice = replace(system, host=replace(host, streams=2))
-    assert handover_seconds(twice, False, 16)[0] == pytest.approx(40 + (80 + 80 + 40 + 40) / 2 + 400 + 5)
+    assert handover_seconds(twice, False, 16)[0] == pytest.approx(40 + (20 + 10 + 80 + 40) / 2 + 400 + 5)
 
 
 def test_the_two_published_decoding_latencies_come_out() -> None:
@@ -205,7 +205,7 @@ def made_run(name: str, hidden: int, rows: int, length: int, noise: float = 0.0)
     """A run of a machine whose constants are known."""
     model = replace(SMALL, name=name, hidden=hidden, mlp=2 * hidden)
     random = np.random.default_rng(rows + hidden)
-    empty = MeasuredRun(name=name, model=model, prompt_tokens=10, batch_rows=64, manifests=[])
+    empty = MeasuredRun(name=name, model=model, prompt_tokens=10, group=8, batch_rows=64, manifests=[])
     manifests: list[Done] = []
     clock = 0.0
     for k in range(8):
@@ -218,10 +218,13 @@ def made_run(name: str, hidden: int, rows: int, length: int, noise: float = 0.0)
                 tokens=tokens,
                 seconds=0,
                 created_ms=0,
-                summary={"length_max": 2.0 * length},
+                summary={
+                    "length_max": 2.0 * length,
+                    "trained_rows": float(rows - k),
+                    "model_tokens": (rows - k) * (length + k + 10 / 8),
+                },
             )
-            known = replace(empty, manifests=[replace(done, stage="rollout", rows=rows)])
-            amounts = known.amounts(stage, done)
+            amounts = empty.amounts(stage, done)
             names = {
                 "rollout": ("stage", "step", "flop", "byte"),
                 "update": ("stage", "row", "flop"),
@@ -236,6 +239,17 @@ def made_run(name: str, hidden: int, rows: int, length: int, noise: float = 0.0)
 
 
 RUNS = [(16, 32, 20), (16, 128, 40), (32, 64, 30), (64, 32, 60), (64, 256, 20), (24, 96, 50)]
+
+
+def test_an_update_is_of_the_rows_that_were_trained_and_of_a_prompt_once_for_its_group() -> None:
+    run = made_run("run", 10, 16, 20)
+    summary = {"trained_rows": 8.0, "model_tokens": 16 * 20 + 2 * 10.0}  # two steps of a group of 8
+    update = Done(stage="update", iteration=0, rows=2, tokens=999, seconds=0, created_ms=0, summary=summary)
+    amounts = run.amounts("update", update)
+    assert amounts["row"] == 16
+    model = run.model
+    attention = 2 * 10 * 30**2 * 16  # on whole rows
+    assert amounts["flop"] == 3 * (2 * model.body * (16 * 20 + 2 * 10) + 2 * model.head * 16 * 20 + attention)
 
 
 def test_a_fit_finds_the_constants_of_a_made_up_machine() -> None:

@@ -47,6 +47,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+ATTENTIONS = ("eager", "sdpa")
 HELD_OUT = 512
 TRIED = 4
 """Iterations by which TRL's attention is chosen, beside those that don't count."""
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--trl", type=Path, required=True, help="Python of the environment with TRL.")
+    parser.add_argument("--attention", choices=ATTENTIONS, help="TRL's; default: the faster in a trial of both.")
     parser.add_argument("--folder", type=Path, help="For models and runs; default: a temporary one.")
     parser.add_argument("--json", type=Path, help="Where to write every result.")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="Further settings of ours.")
@@ -85,22 +87,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         bench = Bench((asked.folder or Path(made)).absolute(), asked.trl.absolute(), asked.core, asked.set)
         for name in asked.cases or CASES:
-            results += compare(bench, CASES[name], asked.seeds)
+            results += compare(bench, CASES[name], asked.seeds, asked.attention)
             if asked.json:
                 asked.json.write_text(json.dumps([asdict(each) for each in results], indent=1))
 
 
-def compare(bench: "Bench", case: Case, seeds: list[int]) -> list[Result]:
+def compare(bench: "Bench", case: Case, seeds: list[int], attention: str | None = None) -> list[Result]:
     """Trains all, and prints a table."""
     model = bench.model(case)
     before = accuracy(model, case)
     print(f"\n{case.name}: before {before[0]:.3f} greedy, {before[1]:.3f} sampled", flush=True)
-    tries = {
-        attention: bench.trl(case, model, 0, attention, iterations=case.skipped + TRIED).seconds
-        for attention in ("eager", "sdpa")
-    }
-    attention = min(tries, key=lambda each: tries[each])
-    print("TRL: " + ", ".join(f"{each} {seconds:.3f} s" for each, seconds in tries.items()), flush=True)
+    if attention is None:
+        tries = {each: bench.trl(case, model, 0, each, iterations=case.skipped + TRIED).seconds for each in ATTENTIONS}
+        attention = min(tries, key=lambda each: tries[each])
+        print("TRL: " + ", ".join(f"{each} {seconds:.3f} s" for each, seconds in tries.items()), flush=True)
     results = []
     for seed in seeds:
         for each in (bench.ours(case, model, seed), bench.trl(case, model, seed, attention)):

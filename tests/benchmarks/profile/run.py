@@ -75,12 +75,15 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--core", type=int, default=0, help="Of local runs.")
+    parser.add_argument("--folder", type=Path, help="That of `peers/run.py`, whose models are then used.")
     asked = parser.parse_args()
     found: list[Profile] = []
     with tempfile.TemporaryDirectory() as made:
+        folder = (asked.folder or Path(made)).absolute()
         for placement in asked.placements:
             for name in asked.cases or CASES:
-                found.append(profiled(CASES[name], placement, Path(made), asked.set))
+                found.append(profiled(CASES[name], placement, folder, asked.set, asked.core))
                 print(table(found[-1:]), flush=True)
                 if asked.json:
                     asked.json.write_text(json.dumps([vars(each) for each in found], indent=1))
@@ -89,23 +92,21 @@ def main() -> None:
         draw(found, asked.plot)
 
 
-def profiled(case: Case, placement: str, folder: Path, settings: Sequence[str]) -> Profile:
+def profiled(case: Case, placement: str, folder: Path, settings: Sequence[str], core: int) -> Profile:
     """Runs a case and reads what was written down."""
-    spans = folder / f"spans-{case.name}-{placement}"
-    spans.mkdir()
+    spans = Path(tempfile.mkdtemp(prefix=f"spans-{case.name}-{placement}-", dir=folder))
     watched = {
         "PYTHONPATH": f"{HERE}:{ROOT}", "GRPO_SPANS": str(spans), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     common = [*settings, f"store.uri={folder / 'store'}", f"seed={SEED}"]
-    start = f"start-{case.model}"
-    log = folder / "log"
-    if not (folder / "store" / "runs" / start).exists():
+    model, start, log = folder / f"model-{case.model}", f"start-{case.model}", folder / "log"
+    if not model.exists():
         grpo(["warm-start", str(DEMO), *case.settings(None), *common, f"name={start}"], dict(os.environ), log)
-        grpo(["export", start, str(folder / case.model), "--store", str(folder / "store")], dict(os.environ), log)
-    run = [*case.settings(folder / case.model), *common, f"name={case.name}-{placement}"]
+        grpo(["export", start, str(model), "--store", str(folder / "store")], dict(os.environ), log)
+    run = [*case.settings(model), *common, f"name={spans.name}"]
     if placement == "local":
-        grpo(["run", str(DEMO), *run], os.environ | watched, log, {0})
+        grpo(["run", str(DEMO), *run], os.environ | watched, log, {core})
         return profile(case, placement, read(spans))
     services = RaySet({"rollout": 1, "train": 1})
     services.environment |= watched
@@ -258,7 +259,7 @@ def draw(found: Sequence[Profile], path: Path) -> None:
             bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
         axis.set(title=title, ylabel="ms" if factor else "% of its time")
         axis.grid(axis="y", alpha=0.3)
-    axes[0].legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="lower left", reverse=True)
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right center", reverse=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 

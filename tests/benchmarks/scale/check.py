@@ -69,6 +69,8 @@ class MeasuredRun:
     name: str
     model: Model
     prompt_tokens: float
+    group: int
+    """Rows of a prompt, which engine and trainer compute once for all of them."""
     batch_rows: int
     """Rows the engine decodes at a time."""
     manifests: Sequence[Committed]
@@ -99,14 +101,19 @@ class MeasuredRun:
             return amounts | {"byte": float(FLOAT * model.parameters)}
         if stage not in ("rollout", "update", "old_logprobs", "ref_logprobs"):
             return amounts
-        if stage == "update":  # its tokens are of all optimizer steps; its rows are those steps
-            rows = max(1, round(done.tokens / self._mean_length(done.iteration)))
-            amounts["row"] = float(rows)
-        responses = np.full(rows, max(1, round(done.tokens / rows)), dtype=np.int64)
         prompt = round(self.prompt_tokens)
+        shared = prompt * (1 - 1 / self.group)  # tokens of a row that another row of its group has computed
+        if stage == "update":  # its own rows are optimizer steps; rows without signal are left out
+            rows = round(done.rows * float(str(done.summary.get("trained_rows", 0.0))))
+            length = float(str(done.summary.get("model_tokens", 0.0))) / max(1, rows) - (prompt - shared)
+        else:
+            length = done.tokens / rows
+        responses = np.full(rows, max(1, round(length)), dtype=np.int64)
+        once = 2 * model.body * shared * rows
         if stage == "update":
-            return amounts | {"flop": model.update_flops(prompt, responses, recompute=False)}
-        flops = model.forward_flops(prompt, responses)
+            flop = model.update_flops(prompt, responses, recompute=False) - 3 * once
+            return amounts | {"row": float(rows), "flop": flop}
+        flops = model.forward_flops(prompt, responses) - once
         if stage != "rollout":
             return amounts | {"flop": flops}
         batches = -(-rows // self.batch_rows)
@@ -114,10 +121,6 @@ class MeasuredRun:
         cache = FLOAT / 2 * model.kv_bytes() * done.tokens * (prompt + responses[0] / 2)
         read = FLOAT * (model.body + model.head) * steps + cache
         return amounts | {"step": steps, "flop": flops, "byte": read}
-
-    def _mean_length(self, iteration: int | None) -> float:
-        rollouts = [each for each in self.manifests if (each.stage, each.iteration) == ("rollout", iteration)]
-        return max(1.0, sum(each.tokens for each in rollouts) / max(1, sum(each.rows for each in rollouts)))
 
     def _between(self, samples: Sequence[Sample]) -> list[Sample]:
         """From the end of an update to that of the next, less the stages of this model: without overlap only."""

@@ -111,10 +111,12 @@ class Host:
 
     hash_rate: float = 0.74e9
     """sha256 of one stream, bytes a second: 142 MB in 193 ms (docs/benchmarks.md, Generation)."""
+    digest_rate: float = 2.5e9
+    """BLAKE3 of one thread: 142 MB in 57 ms of processor time (docs/benchmarks.md, Between the stages)."""
     write_rate: float = 0.66e9
     """Tensors to a file in the page cache: 142 MB in 216 ms (same table)."""
     streams: int = 1
-    """Hashes and writes of one policy at a time; one in today's code."""
+    """Hashes, digests and writes of one policy at a time; one in today's code."""
     pcie: float = 45e9
     """Between GPU and host memory: 0.7 of a PCIe 5.0 x16 slot (64e9)."""
     task_seconds: float = 0.017

@@ -126,15 +126,16 @@ def handover_seconds(system: System, colocated: bool, gpus: int) -> tuple[float,
     """Of a policy from trainer to engines: what the trainer spends on it, and what the engines do.
 
     `store`, as the code does it: `update` takes the digest of the float32 weights; `weights` gathers them on one rank,
-    writes them in bfloat16, takes the digest of that, hashes the files and uploads; engines download, check, load.
+    writes them in bfloat16, takes the digest of that, hashes the files and uploads; engines download, check and load,
+    with a digest beside it.
     """
     parameters, host, store = system.model.parameters, system.host, system.store
     half, full = HALF * parameters, FLOAT * parameters
     if system.handover == "broadcast":
         at = system.gpu.collective_bandwidth(gpus) * system.efficiency.link
         return 0.0, half / at
-    hashing, writing = host.hash_rate * host.streams, host.write_rate * host.streams
-    given = full / host.pcie + full / hashing + half / writing + half / hashing
+    hashing, digesting, writing = (each * host.streams for each in (host.hash_rate, host.digest_rate, host.write_rate))
+    given = full / host.pcie + (full + half) / digesting + half / writing
     if colocated:  # through a file in memory
         return given, half / host.pcie
     given += half / hashing + half / store.rate + store.commit_requests * store.latency

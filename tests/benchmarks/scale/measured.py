@@ -21,15 +21,16 @@ def measured_run(store: str, name: str) -> MeasuredRun:
     config = run.config
     if config.model.path is not None or config.pipeline.max_staleness:
         raise ValueError(f"run {name!r}: only runs of small models without overlap are checked")
-    manifests = [each for each in run.manifests() if each.adopted_from is None]
+    manifests = run.manifests()
     prompts = [each.to_ref(reused=True) for each in manifests if each.stage == "prompts"][-1]
     lengths = pc.list_value_length(run.stages.table(prompts, ["prompt_ids"]).column("prompt_ids"))
     return MeasuredRun(
         name=name,
         model=small_model(run),
         prompt_tokens=float(pc.mean(lengths).as_py()),
+        group=config.rollout.samples,
         batch_rows=config.rollout.max_batch_rows,
-        manifests=manifests,
+        manifests=[each for each in manifests if each.adopted_from is None],
     )
 
 

@@ -232,13 +232,13 @@ def run_of(objects: ObjectStore) -> Any:
 
 def test_a_run_is_held_for_as_long_as_the_block_and_released_after_an_error(objects: ObjectStore) -> None:
     run = run_of(objects)
-    with suppress(RuntimeError), holding(run, pace=QUICK) as lease:
+    with suppress(RuntimeError), holding(run) as lease:
         check_lease(run)
-        with pytest.raises(LeaseHeldError, match=f"process {os.getpid()} "), holding(run, pace=QUICK):
+        with pytest.raises(LeaseHeldError, match=f"process {os.getpid()} "), holding(run):
             pass
         raise RuntimeError("failed")
     check_lease(run)  # no matter of leases any more
-    with holding(run, pace=QUICK) as again:
+    with holding(run) as again:
         assert (lease.epoch, again.epoch) == (1, 2)
 
 

@@ -65,7 +65,7 @@ def rows_of(lengths: Tensor, seed: int = 0) -> Sequences:
 def logprobs(model: Any, rows: Sequences, indices: Tensor, layout: Any) -> tuple[Tensor, Tensor]:
     """Hidden states ``[n, hidden]`` and log-probs ``[n]`` of the responses."""
     batch = micro_batch(rows, indices, layout)
-    hidden = model.base_model(**batch.model_inputs()).last_hidden_state.flatten(0, 1)[batch.predicts]
+    hidden = batch.predicting(model.base_model(**batch.model_inputs()).last_hidden_state.flatten(0, 1))
     return hidden, model.lm_head(hidden).log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
 
 
@@ -88,6 +88,40 @@ def test_packed_rows_score_and_learn_as_one_row_at_a_time(make: Make, name: str)
     torch.testing.assert_close(hidden, expected_hidden, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(scored, expected, atol=1e-5, rtol=1e-5)
     packed_gradients = gradients(model, (weights * scored).sum() / 10)
+    assert packed_gradients.keys() == expected_gradients.keys()
+    for parameter, gradient in packed_gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[parameter], atol=1e-5, rtol=1e-4, msg=parameter)
+
+
+def shared(rows: Sequences) -> Sequences:
+    """Rows of three prompts, which they share, in no order; the first prompt is nobody's."""
+    generator, lengths = torch.Generator().manual_seed(4), torch.tensor([2, 6, 1, 9])
+    values = torch.randint(0, 23, (int(lengths.sum()),), generator=generator)
+    return Sequences(
+        prompts=Ragged(values=values, offsets=lengths_to_offsets(lengths)),
+        responses=rows.responses,
+        prompt_of=torch.tensor([3, 1, 3, 2, 1, 2, 3, 3]),
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_that_share_their_prompts_score_and_learn_as_one_row_at_a_time(make: Make, name: str) -> None:
+    model, rows = make(name), shared(rows_of(LENGTHS))
+    generator = torch.Generator().manual_seed(6)
+    weights = torch.rand(int(rows.responses.offsets[-1]), generator=generator) - 0.5
+    model.set_attn_implementation("eager")
+    alone = [logprobs(model, rows, torch.tensor([i]), "padded") for i in range(len(LENGTHS))]
+    expected_hidden, expected = (torch.cat(parts) for parts in zip(*alone, strict=True))
+    expected_gradients = gradients(model, (weights * expected).sum() / 10)
+    use_packed_attention(model)
+    batch = micro_batch(rows, torch.arange(len(LENGTHS)), "packed")
+    assert batch.tokens == 6 + 1 + 9 + int(rows.responses.offsets[-1])
+    hidden, scored = logprobs(model, rows, torch.arange(len(LENGTHS)), "packed")
+    spread = rows.responses.with_values(weights).gather(batch.rows).values
+    parts = rows.responses.with_values(torch.arange(len(weights))).gather(batch.rows).values
+    torch.testing.assert_close(hidden, expected_hidden[parts], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scored, expected[parts], atol=1e-5, rtol=1e-5)
+    packed_gradients = gradients(model, (spread * scored).sum() / 10)
     assert packed_gradients.keys() == expected_gradients.keys()
     for parameter, gradient in packed_gradients.items():
         torch.testing.assert_close(gradient, expected_gradients[parameter], atol=1e-5, rtol=1e-4, msg=parameter)
@@ -157,7 +191,8 @@ def test_the_kernel_gets_offsets_windows_and_the_precision_of_autocast(
     assert [call["window_size"] for call in kernel] == [(3, 0), (-1, 0)]  # Gemma's window of 4: itself and 3 before
     assert all(call["dtype"] == torch.bfloat16 and call["enable_gqa"] for call in kernel)
     assert all((call["offsets"], call["longest"]) == ([0, 3, 11], 8) for call in kernel)
-    check_packing(model, autocast=torch.bfloat16)
+    check_packing(model, autocast=torch.bfloat16)  # with a shared prompt
+    assert kernel[-1]["offsets"] == [0, 5, 14, 17]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -16,7 +16,7 @@ def test_rows_that_mix_fail_the_check(make_model: Any, monkeypatch: pytest.Monke
     use_packed_attention(model)
 
     def mixing(*parts: Any) -> Tensor:
-        return rectangle_attention(*parts[:3], PackedRows(torch.tensor([0, 17], dtype=torch.int32)), *parts[4:])
+        return rectangle_attention(*parts[:3], PackedRows(torch.tensor([0, 15], dtype=torch.int32)), *parts[4:])
 
     monkeypatch.setattr(attention, "rectangle_attention", mixing)
     with pytest.raises(ModelError, match=r"Qwen3ForCausalLM gives packed rows other hidden states .*layout=padded"):

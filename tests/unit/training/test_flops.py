@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 from grpo_lib.config import SmallModelConfig
 from grpo_lib.models import make_small_model
@@ -7,23 +6,23 @@ from grpo_lib.training.flops import FlopCounter, peak_tflops
 from tests.tiny_models import tiny_model
 from tests.unit.training.trainers import LORA, make_trainer
 
-LENGTHS, PREDICTED = torch.tensor([3, 5]), 6
+TOKENS, SQUARES, PREDICTED = 3 + 5, 3**2 + 5**2, 6
 LAYER = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16  # q, k, v, o; gate, up, down; two norms
 BODY = 2 * LAYER + 16  # and a last norm
 HEAD = 23 * 16
-ATTENTION = 2 * 6 * 16 * (3**2 + 5**2)  # 2 layers; 2 s^2 width forward, twice that backward
+ATTENTION = 2 * 6 * 16 * SQUARES  # 2 layers; 2 s^2 width forward, twice that backward
 
 
 def test_a_whole_model_takes_6_operations_a_parameter_and_token_the_head_only_for_what_is_predicted() -> None:
     counter = FlopCounter(tiny_model("llama"))
-    assert counter.count(LENGTHS, PREDICTED) == 6 * BODY * 8 + 6 * HEAD * PREDICTED + ATTENTION
-    assert counter.count(LENGTHS, 0) == 6 * BODY * 8 + ATTENTION
-    assert counter.count(LENGTHS[:0], 0) == 0
+    assert counter.count(TOKENS, SQUARES, PREDICTED) == 6 * BODY * 8 + 6 * HEAD * PREDICTED + ATTENTION
+    assert counter.count(TOKENS, SQUARES, 0) == 6 * BODY * 8 + ATTENTION
+    assert counter.count(0, 0, 0) == 0
 
 
 def test_attention_grows_with_the_square_of_a_row_s_length() -> None:
     counter = FlopCounter(tiny_model("llama"))
-    one, two = counter.count(torch.tensor([20]), 0), counter.count(torch.tensor([10, 10]), 0)
+    one, two = counter.count(20, 20**2, 0), counter.count(20, 2 * 10**2, 0)
     assert one - two == 2 * 6 * 16 * (400 - 200)
 
 
@@ -31,7 +30,7 @@ def test_a_frozen_weight_takes_4_operations_and_an_adapter_6() -> None:
     trainer = make_trainer("llama", settings=LORA)
     adapters = 2 * 4 * (4 * (16 + 16) + 3 * (16 + 32))  # of rank 4, in and out
     assert sum(p.numel() for p in trainer.model.parameters() if p.requires_grad) == adapters
-    found = FlopCounter(trainer.model).count(LENGTHS, PREDICTED)
+    found = FlopCounter(trainer.model).count(TOKENS, SQUARES, PREDICTED)
     assert found == (4 * BODY + 6 * adapters) * 8 + 4 * HEAD * PREDICTED + ATTENTION
 
 
@@ -40,7 +39,7 @@ def test_a_head_tied_to_the_embedding_counts_once_and_attention_by_the_width_of_
     model = make_small_model(shape, 23, eos_id=1, pad_id=0, max_positions=64, seed=5)
     body = 16 * (64 + 32 + 32) + 64 * 16 + 2 * 32 + 3 * 16 * 32 + 2 * 16 + 16  # q, k, v; o; q and k norms; as above
     assert sum(p.numel() for p in model.parameters()) == body + HEAD
-    assert FlopCounter(model).count(torch.tensor([4]), 3) == 6 * body * 4 + 6 * HEAD * 3 + 6 * 64 * 4**2
+    assert FlopCounter(model).count(4, 4**2, 3) == 6 * body * 4 + 6 * HEAD * 3 + 6 * 64 * 4**2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from grpo_lib.data.ragged import Ragged, lengths_to_offsets
 from grpo_lib.errors import ConfigError
-from grpo_lib.training.microbatches import Layout, Sequences, micro_batch, plan
+from grpo_lib.training.microbatches import Layout, Sequences, micro_batch, plan, plan_sequences
 
 FEW = settings(deadline=None, max_examples=50)
 
@@ -137,6 +137,94 @@ def test_packed_rows_stand_one_after_another_each_from_position_0() -> None:
     assert batch.predicts.tolist() == [0, 1, 2, 6, 7]
     assert batch.targets.tolist() == [3, 4, 6, 1, 2]
     assert batch.offsets.tolist() == [0, 3, 5]
+
+
+def test_a_shared_prompt_stands_once_before_its_responses() -> None:
+    rows = Sequences(
+        prompts=ragged([[9], [7, 8], [5]]), responses=ragged([[1, 2], [3], [4], [6, 6]]),
+        prompt_of=torch.tensor([1, 2, 1, 2]),
+    )  # fmt: skip
+    batch = micro_batch(rows, torch.tensor([3, 0, 1, 2]), "packed")
+    assert batch.rows.tolist() == [3, 1, 0, 2]  # neighbours of a prompt
+    assert batch.input_ids.tolist() == [[5, 6, 6, 3, 7, 8, 1, 2, 4]]
+    assert batch.position_ids is not None and batch.position_ids.tolist() == [[0, 1, 2, 1, 0, 1, 2, 3, 2]]
+    assert batch.row_offsets is not None and batch.row_offsets.tolist() == [0, 3, 5, 9, 12]
+    assert batch.row_tokens is not None and batch.row_tokens.tolist() == [0, 1, 2, 0, 3, 4, 5, 6, 7, 4, 5, 8]
+    assert batch.predicts.tolist() == [0, 1, 0, 5, 6, 5]
+    assert batch.targets.tolist() == [6, 6, 3, 1, 2, 4]
+    assert batch.offsets.tolist() == [0, 2, 3, 5, 6]
+    assert (batch.tokens, batch.computed, batch.longest) == (9, 9, 4)
+    # Prompts of 1 and 2 tokens see themselves once.
+    assert batch.squares == (3**2 + 2**2 - 1**2) + (4**2 + 3**2 - 2**2)
+    padded = micro_batch(rows, torch.tensor([3, 0]))
+    assert padded.input_ids.tolist() == [[5, 6, 6, 0], [7, 8, 1, 2]]
+
+
+def test_responses_of_a_prompt_stay_together_as_far_as_they_fit() -> None:
+    lengths = [4, 4, 4, 4, 30, 2, 2]
+    rows = Sequences(
+        prompts=ragged([[1] * 10, [1] * 3]), responses=ragged([[2] * each for each in lengths]),
+        prompt_of=torch.tensor([0, 0, 0, 0, 1, 1, 1]),
+    )  # fmt: skip
+    (steps,) = plan_sequences(rows, 64, "packed")
+    assert [sorted(each.tolist()) for each in steps] == [[0, 1, 2, 3, 4, 5, 6]]  # 26 + 37
+    (steps,) = plan_sequences(rows, 40, "packed")
+    assert [sorted(each.tolist()) for each in steps] == [[4, 5, 6], [0, 1, 2, 3]]
+    (steps,) = plan_sequences(rows, 34, "packed")
+    assert [sorted(each.tolist()) for each in steps] == [[4], [0, 1, 2, 3, 5, 6]]  # 33 and 26 + 7
+    planned = plan_sequences(rows, 64, "packed", ranks=2)
+    assert all(len(each) > 0 for steps in planned for each in steps)
+    with pytest.raises(ConfigError, match=r"a row of 33 tokens does not fit into trainer\.max_tokens=32"):
+        plan_sequences(rows, 32, "packed")
+
+
+@FEW
+@given(
+    prompts=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    rows=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=40),
+    spare=st.integers(0, 100),
+    ranks=st.integers(1, 3),
+)
+def test_shared_prompts_keep_to_the_budget_and_every_row_comes_once(
+    prompts: list[int], rows: list[tuple[int, int]], spare: int, ranks: int
+) -> None:
+    rows = [(prompt % len(prompts), length) for prompt, length in rows]
+    budget = max([prompts[prompt] + length for prompt, length in rows], default=1) + spare
+    sequences = Sequences(
+        prompts=ragged([[1] * each for each in prompts]),
+        responses=ragged([[2] * length for _, length in rows]),
+        prompt_of=torch.tensor([prompt for prompt, _ in rows], dtype=torch.int64),
+    )
+    planned = plan_sequences(sequences, budget, "packed", ranks)
+    assert len({len(steps) for steps in planned}) == 1
+    assert sorted(row for steps in planned for step in steps for row in step.tolist()) == list(range(len(rows)))
+    for step in (step for steps in planned for step in steps if len(step)):
+        batch = micro_batch(sequences, step, "packed")
+        assert batch.tokens <= budget
+        assert batch.row_offsets is not None and int(batch.row_offsets[-1]) <= 4 * budget
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize(
+    ("prompt", "shortest", "longest", "most", "saved"),
+    [(100, 1900, 2300, 1.0, 0.005), (300, 500, 4000, 1.1, 0.03), (200, 100, 400, 1.0, 0.3), (4000, 100, 400, 0.4, 0.8)],
+)
+def test_sharing_prompts_saves_tokens_and_takes_no_more_micro_batches(
+    prompt: int, shortest: int, longest: int, most: float, saved: float, ranks: int
+) -> None:
+    lengths = torch.randint(shortest, longest, (512,), generator=torch.Generator().manual_seed(0))
+    sequences = Sequences(
+        prompts=ragged([[1] * prompt] * 64),
+        responses=Ragged(
+            values=torch.zeros(int(lengths.sum()), dtype=torch.int32), offsets=lengths_to_offsets(lengths)
+        ),
+        prompt_of=torch.arange(512) // 8,
+    )
+    alone = plan(sequences.lengths, 16_384, "packed", ranks)
+    planned = plan_sequences(sequences, 16_384, "packed", ranks)
+    assert len(planned[0]) <= most * len(alone[0])
+    tokens = sum(micro_batch(sequences, step, "packed").tokens for steps in planned for step in steps)
+    assert tokens <= (1 - saved) * int(sequences.lengths.sum())
 
 
 def test_a_micro_batch_knows_its_tokens_with_and_without_padding() -> None:

@@ -27,6 +27,7 @@ from tests.unit.training.trainers import (
     EXACT_KL,
     KL,
     LORA,
+    OF_THE_CUT,
     gradients,
     last_gradients,
     make_batch,
@@ -232,7 +233,9 @@ def test_an_update_on_several_ranks_is_that_on_one(size: int, case: str) -> None
                 theirs.rows,
                 theirs.tokens,
             )
-            assert ours.values == pytest.approx(dict(theirs.values), rel=1e-3, abs=1e-5)
+            wanted = {name: value for name, value in theirs.values.items() if name not in OF_THE_CUT}
+            assert ours.values.keys() == theirs.values.keys()
+            assert {name: ours.values[name] for name in wanted} == pytest.approx(wanted, rel=1e-3, abs=1e-5)
 
 
 @WORLDS

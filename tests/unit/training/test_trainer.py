@@ -30,6 +30,7 @@ from tests.unit.training.trainers import (
     make_objective,
     make_reference,
     make_trainer,
+    one_by_one,
     only_group,
     parameters,
     state,
@@ -407,18 +408,30 @@ def test_a_loss_that_chooses_tokens_is_not_asked_while_the_critic_warms_up() -> 
 # --- numbers of a step ------------------------------------------------------------------------------------------------
 
 
-def test_work_is_counted_without_padding() -> None:
+@pytest.mark.parametrize(
+    ("layout", "max_tokens", "prompts"),
+    [("packed", 10_000, "once"), ("packed", 1, "each"), ("padded", 30, "each"), ("padded", 10_000, "each")],
+)
+def test_work_is_counted_without_padding_a_shared_prompt_once(
+    monkeypatch: pytest.MonkeyPatch, layout: str, max_tokens: int, prompts: str
+) -> None:
+    if max_tokens == 1:
+        monkeypatch.setattr(trainer_module, "plan_sequences", one_by_one)
     batch = make_batch(2, ref=True)
-    for layout, max_tokens in (("packed", 30), ("padded", 30), ("padded", 10_000)):
-        trainer = make_trainer(settings={"layout": layout})
-        objective = make_objective(kl=KlTerm(coef=0.1, estimator=k2))
-        (step,) = trainer.update(batch, objective, replace(BATCHING, max_tokens=max_tokens))
-        filled = segment_sum(batch.mask.values.long(), batch.mask.offsets) > 0
-        lengths = (batch.sequences.prompts.lengths + batch.sequences.responses.lengths)[filled]
-        predicted = int(batch.sequences.responses.lengths[filled].sum())
-        assert step.values["model_tokens"] == int(lengths.sum())
-        assert step.values["model_tflop"] == pytest.approx(FlopCounter(tiny_model()).count(lengths, predicted) / 1e12)
-        assert (step.values["padded_fraction"] == 0) == (layout == "packed")
+    trainer = make_trainer(settings={"layout": layout})
+    objective = make_objective(kl=KlTerm(coef=0.1, estimator=k2))
+    (step,) = trainer.update(batch, objective, replace(BATCHING, max_tokens=max_tokens))
+    rows = batch.sequences.gather(segment_sum(batch.mask.values.long(), batch.mask.offsets).nonzero().squeeze(1))
+    alone, again = rows.prompts.lengths, rows.prompt_lengths
+    assert len(alone) < len(again)
+    tokens, squares = int(rows.lengths.sum()), float(rows.lengths.square().sum())
+    if prompts == "once":
+        tokens += int(alone.sum() - again.sum())
+        squares += float(alone.square().sum() - again.square().sum())
+    assert step.values["model_tokens"] == tokens
+    flop = FlopCounter(tiny_model()).count(tokens, squares, len(rows.responses.values))
+    assert step.values["model_tflop"] == pytest.approx(flop / 1e12)
+    assert (step.values["padded_fraction"] == 0) == (layout == "packed")
 
 
 def test_a_step_of_no_rows_says_nothing_of_tokens() -> None:

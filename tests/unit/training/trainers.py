@@ -17,6 +17,7 @@ from grpo_lib.config import CriticConfig, OptimizerConfig, TrainerConfig
 from grpo_lib.data.ragged import repeat_rows
 from grpo_lib.training import backends
 from grpo_lib.training.base import Batching, KlTerm, Objective, UpdateBatch
+from grpo_lib.training.microbatches import Sequences
 from grpo_lib.training.reference import Reference
 from grpo_lib.training.trainer import Trainer
 from grpo_lib.training.world import World
@@ -130,6 +131,15 @@ def make_objective(aggregation: str = "token-mean", **changes: Any) -> Objective
         temperature=0.8,
     )
     return replace(standard, **changes)
+
+
+OF_THE_CUT = {"model_tokens", "model_tflop", "padded_fraction"}
+"""Metrics that depend on which rows a micro-batch has together."""
+
+
+def one_by_one(sequences: Sequences, *_: Any) -> list[list[Tensor]]:
+    """A micro-batch for each row, as `plan_sequences` would give them."""
+    return [list(torch.arange(sequences.responses.rows).split(1))]
 
 
 def make_batch(
