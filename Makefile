@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 # pip's local wheels serve uv as well.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# Empty: a fresh environment is compiled as it is imported, not again by each of hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
 PEERS ?= $(VENV)-peers
 WORKERS ?= 2
 SEEDS ?= 200
@@ -35,9 +37,10 @@ demo: $(READY)
 demo-seeds: $(READY)
 	$(BIN)/python tests/benchmarks/demo_seeds.py
 
+# In the order of the folders: the long files first, the many short ones of unit/ fill the rest.
 test: $(READY)
 	$(BIN)/python tests/programs.py
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # In a folder with a short name: it is seen on the pages.
 screenshots: $(READY)

@@ -18,9 +18,10 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from grpo_lib.algorithms.registry import Entry, nearest
 from grpo_lib.errors import ConfigError, GrpoError
@@ -99,13 +100,20 @@ def _import(module: str, origin: str) -> None:
         raise ConfigError(f"{origin} fails when it is imported: {type(error).__name__}: {error}") from error
 
 
+class _Uncached(SourceFileLoader):
+    """Without Python's compiled files, which take a file for unchanged that was edited within a second and is as long."""
+
+    def path_stats(self, path: str) -> NoReturn:
+        raise OSError("not asked for")
+
+
 def _import_file(path: Path, origin: str) -> Any:
     """A module from a file; it finds what lies beside it."""
     if not path.is_file():
         raise ConfigError(f"{origin}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    loader = _Uncached(path.stem, str(path.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve(), loader=loader)
     assert spec is not None, path
-    assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -113,7 +121,7 @@ def _import_file(path: Path, origin: str) -> Any:
     before = sys.modules.get(path.stem)
     sys.modules[path.stem] = module  # dataclasses look themselves up there
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{origin} fails when it is imported: {type(error).__name__}: {error}") from error
     finally:

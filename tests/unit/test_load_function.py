@@ -1,5 +1,6 @@
 """A function by `module:name` or `file.py:name`, and what is said when there is none."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -48,6 +49,17 @@ def test_a_file_that_was_changed_is_read_again(folder: Path) -> None:
     load_function(f"{folder}/own_rewards.py:points", "--reward")
     (folder / "own_rewards.py").write_text("def points(sample):\n    return 7\n")
     assert load_function(f"{folder}/own_rewards.py:points", "--reward")(None) == 7
+
+
+def test_a_file_that_was_changed_is_read_again_though_it_is_as_long_and_as_old(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = folder / "own_rewards.py"
+    for value in (7, 8):
+        file.write_text(f"def points(sample):\n    return {value}\n")
+        os.utime(file, (1_000_000_000, 1_000_000_000))
+        assert load_function(f"{file}:points", "--reward")(None) == value
 
 
 @pytest.mark.parametrize(

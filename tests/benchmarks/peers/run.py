@@ -17,24 +17,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 
 import psutil
-import torch
 
 from grpo_lib.config_data import CountdownData
 from grpo_lib.config_files import load_config
-from grpo_lib.config_reward import RewardConfig
-from grpo_lib.data.ragged import Ragged, lengths_to_offsets
-from grpo_lib.generation.base import Request, Sampling
-from grpo_lib.generation.local import LocalEngine
-from grpo_lib.models import load_model, load_tokenizer
 from grpo_lib.problems import get_problem
 from grpo_lib.run import Run
-from grpo_lib.seeds import row_seeds
 from grpo_lib.storage.manifests import latest
-from grpo_lib.types import RewardResult, Sample
 from tests.benchmarks.peers.cases import CASES, SEED, Case
 
 HERE = Path(__file__).parent
@@ -48,7 +40,6 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 ATTENTIONS = ("eager", "sdpa")
-HELD_OUT = 512
 TRIED = 4
 """Iterations by which TRL's attention is chosen, beside those that don't count."""
 
@@ -234,39 +225,13 @@ def watched(pid: int) -> Iterator[list[float]]:
         thread.join()
 
 
-def accuracy(folder: Path, case: Case) -> tuple[float, float]:
-    """Of held-out puzzles: greedy, and sampled at temperature 1. One evaluation for both sides."""
-    torch.set_num_threads(1)
-    tokenizer = load_tokenizer(str(folder))
-    engine = LocalEngine(
-        load_model(str(folder), torch.float32, "cpu"), eos_token_ids=[tokenizer.eos_token_id], tokenizer=tokenizer
-    )
-    problem = get_problem("countdown")
-    puzzles = problem.load(CountdownData(), "heldout", SEED).slice(0, HELD_OUT).to_pylist()
-    judge = problem.make_reward(CountdownData(), RewardConfig())
-    ids = [tokenizer(each["prompt"])["input_ids"] for each in puzzles]
-    prompts = Ragged(
-        values=torch.tensor(list(chain(*ids))), offsets=lengths_to_offsets(torch.tensor(list(map(len, ids))))
-    )
-    seeds = torch.from_numpy(row_seeds(SEED, 0, HELD_OUT))
-    reached = []
-    for temperature in (0.0, 1.0):
-        sampling = Sampling(temperature=temperature, max_new_tokens=case.new_tokens)
-        made = engine.generate(Request(prompts=prompts, seeds=seeds, sampling=sampling)).responses
-        right = 0.0
-        rows = made.values.split(made.lengths.tolist())
-        for puzzle, row in zip(puzzles, rows, strict=True):
-            text = tokenizer.decode(row, skip_special_tokens=True)
-            found = judge(
-                Sample(
-                    prompt=puzzle["prompt"], response=text, reference=puzzle["reference"], data_source="countdown",
-                    response_tokens=len(row), finish_reason="stop",
-                )
-            )  # fmt: skip
-            assert isinstance(found, RewardResult)
-            right += found.components["correct"]
-        reached.append(right / HELD_OUT)
-    return reached[0], reached[1]
+def accuracy(model: Path, case: Case) -> tuple[float, float]:
+    """Of held-out puzzles: greedy, and sampled at temperature 1. In a process of its own, so that this one shares no
+    memory with those that are watched."""
+    command = [sys.executable, str(HERE / "accuracy.py"), str(model), str(case.new_tokens)]
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, check=True)
+    greedy, sampled = json.loads(done.stdout)
+    return greedy, sampled
 
 
 if __name__ == "__main__":
