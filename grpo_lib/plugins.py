@@ -101,7 +101,7 @@ def _import(module: str, origin: str) -> None:
 
 
 class _Uncached(SourceFileLoader):
-    """Without compiled files, which Python takes for those of a file that was edited within a second, to equal length."""
+    """Without compiled files: Python takes one for that of a file that was edited within a second, to equal length."""
 
     def path_stats(self, path: str) -> NoReturn:
         raise OSError("not asked for")
