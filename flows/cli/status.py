@@ -39,13 +39,15 @@ def status(
 @contextmanager
 def only_errors_printed() -> Iterator[None]:
     """Inside, what anybody writes to the standard output goes to the standard error: Ray's parts print there, too."""
-    sys.stdout.flush()
+    output = sys.stdout
+    output.flush()
     kept = os.dup(1)
     try:
         os.dup2(2, 1)
         with redirect_stdout(sys.stderr):
             yield
     finally:
+        output.flush()  # of whoever has kept it from before
         os.dup2(kept, 1)
         os.close(kept)
 

@@ -56,7 +56,8 @@ def check_parity(
     picked = candidates[np.unique(np.linspace(0, len(candidates) - 1, min(rows, len(candidates))).astype(np.int64))]
     chosen = rollouts.take(pa.array(picked))
     theirs = ragged_column(chosen, "rollout_logprobs").values
-    ours = score(sequences(prompts, chosen)).values
+    few = sequences(prompts, chosen).gather(torch.arange(len(picked)))  # with the prompts of these alone
+    ours = score(few).values
     own = comparable.gather(torch.from_numpy(picked)).values
     possible = own & ours.isfinite()  # rounding may put a token at the edge of a truncation on its other side
     impossible = int(own.sum()) - int(possible.sum())

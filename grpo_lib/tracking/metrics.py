@@ -115,7 +115,7 @@ DESCRIPTIONS = {
     "update/trained_rows": "Rows an optimizer step that can change the gradient.",
     "update/padded_fraction": "Padding among the tokens of the micro-batches.",
     "update/stopped_early": "1 when trainer.max_kl ended the iteration early.",
-    "update/model_tokens": "Tokens that went forward and backward through the policy, shared prompts once.",
+    "update/model_tokens": "Tokens that went through the policy and back, prompts once in a packed micro-batch.",
     "update/model_tflop": "Operations that this needs, in 10^12; recomputation not counted.",
     "update/tokens_per_second": "Of those tokens, over all ranks.",
     "update/peak_memory_gib": "Most memory of a rank so far: of the device, or of its process on a CPU.",

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 HEAD = "lm_head.weight"
@@ -17,6 +16,8 @@ def weights_digest(state: Mapping[str, Tensor], dtype: torch.dtype | None = None
     A head that shares its storage with the embedding is left out, so that it makes no difference whether tied
     weights are listed once or twice.
     """
+    from blake3 import blake3  # a machine that only trains may lack it
+
     # Threads of this call alone: those of BLAKE3's AUTO are the process's, and a fork, as vLLM's, does not have them.
     large = sum(each.nbytes for each in state.values()) > LARGE
     digest = blake3(max_threads=torch.get_num_threads() if large else 1)

@@ -15,13 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_lib.data.ragged import (
-    Ragged,
-    concat_rows,
-    lengths_to_offsets,
-    places,
-    repeat_rows,
-)
+from grpo_lib.data.ragged import Ragged, concat_rows, lengths_to_offsets, places, repeat_rows
 from grpo_lib.errors import ConfigError
 from grpo_lib.training.rectangles import PackedRows
 from grpo_lib.training.row_gather import RowGather
@@ -135,18 +129,24 @@ class MicroBatch:
         )
 
 
-def plan_sequences(sequences: Sequences, max_tokens: int, layout: Layout, ranks: int = 1) -> list[list[Tensor]]:
-    """As `plan`; packed, the responses of a prompt stay together as far as that pays: it is computed once for them.
+def plan_sequences(
+    sequences: Sequences, max_tokens: int, layout: Layout, ranks: int = 1, rows: Tensor | None = None
+) -> list[list[Tensor]]:
+    """As `plan`; packed, whole groups or parts of them stay together, for which their prompt is computed once.
 
     Attention works on whole rows all the same. Those of a micro-batch have at most ``4 max_tokens`` tokens.
+
+    Args:
+        rows: ``int64[r]``: responses that are planned, each once; None: all.
     """
-    lengths, of_prompt = sequences.lengths, sequences.prompt_rows
+    rows = torch.arange(sequences.responses.rows) if rows is None else rows
+    lengths, of_prompt = sequences.lengths[rows], sequences.prompt_rows[rows]
     used, of_prompt = torch.unique(of_prompt, return_inverse=True)
     if layout == "padded" or len(used) == len(lengths):
-        return plan(lengths, max_tokens, layout, ranks)
+        return [[rows[step] for step in steps] for steps in plan(lengths, max_tokens, layout, ranks)]
     _check_longest(lengths, max_tokens)
     prompts = sequences.prompts.lengths[used].numpy()
-    cost = torch.maximum(sequences.responses.lengths, (lengths + 3) // 4).numpy()
+    cost = torch.maximum(sequences.responses.lengths[rows], (lengths + 3) // 4).numpy()
     # Whole groups save most; parts of them fill micro-batches better, and give each rank its share.
     everything = int(prompts.sum() + cost.sum())
     largest = max_tokens if ranks == 1 else min(max_tokens, -(-everything // (4 * ranks)))
@@ -156,7 +156,7 @@ def plan_sequences(sequences: Sequences, max_tokens: int, layout: Layout, ranks:
         found = plan(torch.from_numpy(costs), max_tokens, layout, ranks)
         plans.append((len(found[0]), int(costs.sum()), unit, found))
     _, _, unit, found = min(plans, key=lambda each: each[:2])
-    by_unit = torch.from_numpy(np.argsort(unit, kind="stable"))
+    by_unit = rows[torch.from_numpy(np.argsort(unit, kind="stable"))]
     members = Ragged(values=by_unit, offsets=lengths_to_offsets(torch.from_numpy(np.bincount(unit))))
     return [[members.gather(step).values for step in steps] for steps in found]
 
@@ -174,7 +174,7 @@ def _units(
     Returns:
         The part of each row ``[B]``, and the cost of each part.
     """
-    room = most - prompts
+    room = np.maximum(most - prompts, 1)  # 0 only with empty rows, which add nothing
     cost = np.minimum(cost, room[of_prompt])
     order = np.lexsort((-cost, of_prompt))
     counts = np.bincount(of_prompt)
@@ -189,7 +189,7 @@ def _units(
         owner = np.repeat(np.arange(len(parts)), parts)
         full = costs > room[owner]
         if not full.any():
-            return part, costs + prompts[owner]
+            return part, np.minimum(costs + prompts[owner], most)
         parts[np.unique(owner[full])] += 1
 
 

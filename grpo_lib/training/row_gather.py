@@ -1,7 +1,7 @@
 """Rows of a matrix at other places, as often as wanted; their gradients are summed. Both in one pass over memory.
 
-On a CPU PyTorch's `index_select` and its backward pass, which adds index by index, take several times as long as
-`embedding_bag`, which sums rows by segments.
+On a CPU `embedding_bag`, which sums rows by segments, takes narrow rows and those that are not contiguous, as attention
+has them, up to four times as fast as `index_select`, and their gradients up to ten times as fast as adding by index.
 """
 
 from dataclasses import dataclass

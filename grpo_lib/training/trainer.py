@@ -213,9 +213,9 @@ class Trainer:
     def _micro_batches(self, batch: UpdateBatch, objective: Objective, batching: Batching, totals: Totals) -> Any:
         """This rank's micro-batches; at least one, if only an empty one, so that all ranks step together."""
         active = rows_with_gradient(batch, objective, self.critic is not None)
-        planned = plan_sequences(batch.sequences.gather(active), batching.max_tokens, self.layout, self.world.size)
-        for indices in planned[self.world.rank] or [active[:0]]:
-            micro = micro_batch(batch.sequences, active[indices], self.layout).to(self.world.device)
+        planned = plan_sequences(batch.sequences, batching.max_tokens, self.layout, self.world.size, active)
+        for rows in planned[self.world.rank] or [active[:0]]:
+            micro = micro_batch(batch.sequences, rows, self.layout).to(self.world.device)
             totals.add_micro_batch(micro)
             if batching.train_policy:
                 totals.add_share("model_tokens", micro.tokens)

@@ -117,9 +117,9 @@ def step(trainer: Trainer, batch: UpdateBatch) -> dict[str, float]:
     return dict(done.values)
 
 
-def eights(sequences: Sequences, *_: Any) -> list[list[Tensor]]:
+def eights(sequences: Sequences, max_tokens: int, layout: str, ranks: int, rows: Tensor) -> list[list[Tensor]]:
     """Takes the place of ``plan_sequences``: shuffled rows, 8 at a time."""
-    return [list(torch.randperm(sequences.responses.rows, generator=torch.Generator().manual_seed(3)).split(8))]
+    return [list(rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(3))].split(8))]
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -25,6 +25,18 @@ def test_only_the_answer_is_on_the_standard_output(monkeypatch: pytest.MonkeyPat
     assert sorted(err.splitlines()) == ["from C", "from Python"]
 
 
+def test_what_is_written_to_an_output_that_somebody_kept_is_not_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    with open(1, "w", closefd=False) as kept:
+        monkeypatch.setattr("sys.stdout", kept)
+        with status.only_errors_printed():
+            kept.write("buffered")
+        kept.write("answer")
+    out, err = capfd.readouterr()
+    assert (out, err) == ("answer", "buffered")
+
+
 def test_the_standard_output_is_back_after_an_error(capfd: Any) -> None:
     with pytest.raises(OSError, match="away"), status.only_errors_printed():
         raise OSError("away")

@@ -184,9 +184,10 @@ def test_responses_of_a_prompt_stay_together_as_far_as_they_fit() -> None:
     rows=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=40),
     spare=st.integers(0, 100),
     ranks=st.integers(1, 3),
+    left_out=st.integers(0, 10),
 )
 def test_shared_prompts_keep_to_the_budget_and_every_row_comes_once(
-    prompts: list[int], rows: list[tuple[int, int]], spare: int, ranks: int
+    prompts: list[int], rows: list[tuple[int, int]], spare: int, ranks: int, left_out: int
 ) -> None:
     rows = [(prompt % len(prompts), length) for prompt, length in rows]
     budget = max([prompts[prompt] + length for prompt, length in rows], default=1) + spare
@@ -195,9 +196,10 @@ def test_shared_prompts_keep_to_the_budget_and_every_row_comes_once(
         responses=ragged([[2] * length for _, length in rows]),
         prompt_of=torch.tensor([prompt for prompt, _ in rows], dtype=torch.int64),
     )
-    planned = plan_sequences(sequences, budget, "packed", ranks)
+    wanted = torch.arange(len(rows))[left_out:]
+    planned = plan_sequences(sequences, budget, "packed", ranks, wanted)
     assert len({len(steps) for steps in planned}) == 1
-    assert sorted(row for steps in planned for step in steps for row in step.tolist()) == list(range(len(rows)))
+    assert sorted(row for steps in planned for step in steps for row in step.tolist()) == wanted.tolist()
     for step in (step for steps in planned for step in steps if len(step)):
         batch = micro_batch(sequences, step, "packed")
         assert batch.tokens <= budget
@@ -209,7 +211,7 @@ def test_shared_prompts_keep_to_the_budget_and_every_row_comes_once(
     ("prompt", "shortest", "longest", "most", "saved"),
     [(100, 1900, 2300, 1.0, 0.005), (300, 500, 4000, 1.1, 0.03), (200, 100, 400, 1.0, 0.3), (4000, 100, 400, 0.4, 0.8)],
 )
-def test_sharing_prompts_saves_tokens_and_takes_no_more_micro_batches(
+def test_sharing_prompts_saves_tokens_and_takes_hardly_more_micro_batches(
     prompt: int, shortest: int, longest: int, most: float, saved: float, ranks: int
 ) -> None:
     lengths = torch.randint(shortest, longest, (512,), generator=torch.Generator().manual_seed(0))
@@ -225,6 +227,16 @@ def test_sharing_prompts_saves_tokens_and_takes_no_more_micro_batches(
     assert len(planned[0]) <= most * len(alone[0])
     tokens = sum(micro_batch(sequences, step, "packed").tokens for steps in planned for step in steps)
     assert tokens <= (1 - saved) * int(sequences.lengths.sum())
+
+
+@pytest.mark.parametrize("budget", [10, 12, 40])
+def test_rows_without_tokens_are_planned_too(budget: int) -> None:
+    sequences = Sequences(
+        prompts=ragged([[1] * 10, [1] * 3]), responses=ragged([[], [], [2, 2]]), prompt_of=torch.tensor([0, 0, 1])
+    )
+    (planned,) = plan_sequences(sequences, budget, "packed")
+    assert sorted(torch.cat(planned).tolist()) == [0, 1, 2]
+    assert all(micro_batch(sequences, step, "packed").tokens <= budget for step in planned)
 
 
 def test_a_micro_batch_knows_its_tokens_with_and_without_padding() -> None:

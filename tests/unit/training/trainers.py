@@ -137,9 +137,9 @@ OF_THE_CUT = {"model_tokens", "model_tflop", "padded_fraction"}
 """Metrics that depend on which rows a micro-batch has together."""
 
 
-def one_by_one(sequences: Sequences, *_: Any) -> list[list[Tensor]]:
+def one_by_one(sequences: Sequences, max_tokens: int, layout: str, ranks: int, rows: Tensor) -> list[list[Tensor]]:
     """A micro-batch for each row, as `plan_sequences` would give them."""
-    return [list(torch.arange(sequences.responses.rows).split(1))]
+    return [list(rows.split(1))]
 
 
 def make_batch(
