@@ -111,8 +111,8 @@ class Host:
 
     hash_rate: float = 0.74e9
     """sha256 of one stream, bytes a second: 142 MB in 193 ms (docs/benchmarks.md, Generation)."""
-    digest_rate: float = 2.5e9
-    """BLAKE3 of one thread: 142 MB in 57 ms of processor time (docs/benchmarks.md, Between the stages)."""
+    digest_rate: float = 1.8e9
+    """BLAKE3 of one thread: 2.4 times that of sha256, by their processor time (docs/benchmarks.md, Generation)."""
     write_rate: float = 0.66e9
     """Tensors to a file in the page cache: 142 MB in 216 ms (same table)."""
     streams: int = 1
