@@ -31,7 +31,7 @@ SHOWN = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     """Prefect and MLflow with their pages, and somebody who carries out what is started there."""
     settings = SHOWN if SCREENSHOTS in os.environ else TINY
@@ -39,8 +39,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Of a module: as long as Playwright is there, an event loop runs in this thread, and other tests want their own."""
     path = chromium()
     if path is None:
         missing("Chromium")
