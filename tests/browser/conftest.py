@@ -41,7 +41,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Of a module: as long as Playwright is there, an event loop runs in this thread, and other tests want their own."""
+    """Of a module: as long as Playwright is there, an event loop runs in this thread; other tests want their own."""
     path = chromium()
     if path is None:
         missing("Chromium")
