@@ -99,12 +99,15 @@ def profiled(case: Case, placement: str, folder: Path, settings: Sequence[str], 
         "PYTHONPATH": f"{HERE}:{ROOT}", "GRPO_SPANS": str(spans), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
-    common = [*settings, f"store.uri={folder / 'store'}", f"seed={SEED}"]
+    common = [*settings, f"seed={SEED}"]
     model, start, log = folder / f"model-{case.model}", f"start-{case.model}", folder / "log"
     if not model.exists():
-        grpo(["warm-start", str(DEMO), *case.settings(None), *common, f"name={start}"], dict(os.environ), log)
-        grpo(["export", start, str(model), "--store", str(folder / "store")], dict(os.environ), log)
-    run = [*case.settings(model), *common, f"name={spans.name}"]
+        store = folder / "store"
+        begun = [*case.settings(None), *common, f"store.uri={store}", f"name={start}"]
+        grpo(["warm-start", str(DEMO), *begun], dict(os.environ), log)
+        grpo(["export", start, str(model), "--store", str(store)], dict(os.environ), log)
+    # A store of its own: in one with a run of the same settings it would adopt what that has computed.
+    run = [*case.settings(model), *common, f"store.uri={spans / 'store'}", f"name={case.name}"]
     if placement == "local":
         grpo(["run", str(DEMO), *run], os.environ | watched, log, {core})
         return profile(case, placement, read(spans))
